@@ -1,0 +1,28 @@
+"""Costs in closed form: pure functions of the standard library, each with its source."""
+
+from distft.formulas.counts import expert_lora_params, lora_params
+from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
+from distft.formulas.time import pipeline_bubble, seconds, training_flops
+from distft.formulas.traffic import (
+    expert_parallel_bytes,
+    ring_bytes,
+    ring_fraction,
+    tensor_parallel_bytes,
+    zero_traffic_bytes,
+)
+
+__all__ = [
+    "chunk_rows",
+    "expert_lora_params",
+    "expert_parallel_bytes",
+    "lora_params",
+    "lora_state_bytes",
+    "model_state_bytes",
+    "pipeline_bubble",
+    "ring_bytes",
+    "ring_fraction",
+    "seconds",
+    "tensor_parallel_bytes",
+    "training_flops",
+    "zero_traffic_bytes",
+]
