@@ -1,0 +1,301 @@
+"""What is trained: the tensors of a model, and the load of one optimizer step. No torch needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distft.formulas._numbers import choice, whole
+from distft.formulas.architectures import Decoder
+
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter: its name, shape and the sharding unit that gathers it.
+
+    Args:
+        name: Name in `named_parameters()`, without any wrapper's prefix.
+        shape: Full shape, before any sharding.
+        unit: Path of the module that is gathered as one; `""` is the rest of the model.
+        trainable: Whether it gets a gradient and optimizer state.
+        is_expert: Whether a token uses only its share, `experts_per_token / num_experts`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str = ROOT
+    trainable: bool = True
+    is_expert: bool = False
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """The tensors that a sharded strategy gathers together: a block, or the rest of the model."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The parameters of a model in parameter order, each once, and what is tied to them.
+
+    Args:
+        tensors: Parameters in the order of `named_parameters()`.
+        ties: Pairs (other name, name in `tensors`) of names that share one parameter.
+        num_experts: Experts per layer, 0 for a dense model.
+        experts_per_token: Experts that one token visits per layer.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    _units: tuple[UnitSpec, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError("The model has 0 parameters, so there is nothing to train. Check it.")
+        by_unit: dict[str, list[TensorSpec]] = {}
+        for tensor in self.tensors:
+            by_unit.setdefault(tensor.unit, []).append(tensor)
+        root = by_unit.pop(ROOT, None)
+        units = [UnitSpec(name, tuple(tensors)) for name, tensors in by_unit.items()]
+        if root:
+            units.append(UnitSpec(ROOT, tuple(root)))
+        object.__setattr__(self, "_units", tuple(units))
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelSpec:
+        """Return the spec of a language model from its configuration; no weights are built.
+
+        Args:
+            config: A transformers configuration, its dict, or the path of a folder that holds
+                `config.json`. Architectures: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe.
+
+        Raises:
+            ValueError: The architecture is not one of these (use `from_model`), a size is out of
+                range, or the folder has no `config.json`.
+
+        Collective: none.
+
+        >>> config = {"model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336}
+        >>> ModelSpec.from_config({**config, "num_key_value_heads": 8}).total_params
+        8030261248
+        """
+        decoder = Decoder.from_values(_config_values(config))
+        before, after = decoder.root_tensors()
+        tensors = [TensorSpec(name, shape) for name, shape in before]
+        for layer in range(decoder.values["num_hidden_layers"]):
+            unit = f"model.layers.{layer}"
+            tensors.extend(
+                TensorSpec(f"{unit}.{name}", shape, unit, is_expert=".experts." in name)
+                for name, shape in decoder.layer_tensors(layer)
+            )
+        tensors.extend(TensorSpec(name, shape) for name, shape in after)
+        tie = ("lm_head.weight", "model.embed_tokens.weight")
+        return cls(
+            tuple(tensors),
+            (tie,) if decoder.tied else (),
+            decoder.num_experts,
+            decoder.experts_per_token,
+        )
+
+    @classmethod
+    def from_model(cls, model: Any) -> ModelSpec:
+        """Return the spec of a built torch module, on any device, the meta device included.
+
+        Units are the outermost modules whose class is named in `model._no_split_modules`, else
+        the children of the `ModuleList` with the most parameters; the rest is the root unit.
+
+        Args:
+            model: A `torch.nn.Module`. Sharded parameters count with their full shape.
+
+        Raises:
+            ValueError: The model has no parameters.
+
+        Collective: none.
+        """
+        units = sharding_units(model)
+        names: dict[int, str] = {}
+        tensors, ties = [], []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in names:
+                ties.append((name, names[id(parameter)]))
+                continue
+            names[id(parameter)] = name
+            # DeepSpeed's stage 3 leaves an empty tensor and keeps the full shape beside it.
+            shape = tuple(int(size) for size in getattr(parameter, "ds_shape", parameter.shape))
+            unit = next((unit for unit in units if name.startswith(f"{unit}.")), ROOT)
+            trainable = bool(parameter.requires_grad)
+            tensors.append(TensorSpec(name, shape, unit, trainable, ".experts." in name))
+        num_experts, per_token = _expert_numbers(getattr(model, "config", None))
+        return cls(tuple(tensors), tuple(ties), num_experts, per_token)
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        """Sharding units: the blocks in order, then the rest of the model."""
+        return self._units
+
+    @cached_property
+    def total_params(self) -> int:
+        """Number of parameters, a tied one counted once."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @cached_property
+    def trainable_params(self) -> int:
+        """Number of parameters that get gradients."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.trainable)
+
+    @cached_property
+    def active_params(self) -> int:
+        """Number of parameters that one token uses: of the experts only those it is routed to."""
+        experts = sum(tensor.numel for tensor in self.tensors if tensor.is_expert)
+        if not self.num_experts:
+            return self.total_params
+        return self.total_params - experts + experts * self.experts_per_token // self.num_experts
+
+    def __str__(self) -> str:
+        """One line with the counts."""
+        return (
+            f"ModelSpec: {self.total_params:,} parameters ({self.active_params:,} active, "
+            f"{self.trainable_params:,} trainable) in {len(self.tensors)} tensors, "
+            f"{len(self.units)} units"
+        )
+
+
+_CHOICES = {
+    "tuning": ("full", "lora", "qlora"),
+    "optimizer": ("adamw", "sgd"),
+    "attention": ("flash", "eager", "sdpa"),
+    "loss": ("eager", "compiled", "chunked", "fused"),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The load of one optimizer step.
+
+    Args:
+        micro_batch: Rows of one micro-step on one rank.
+        seq_len: Tokens of one row.
+        grad_accum: Micro-steps of one optimizer step.
+        tuning: `"full"`, `"lora"` or `"qlora"`.
+        lora_rank: Rank of the adapters on dense layers.
+        lora_targets: `"all-linear"`, or the names of the modules that get adapters.
+        expert_lora_rank: Rank of the adapters on experts; None leaves experts without.
+        optimizer: `"adamw"` (two moments) or `"sgd"` (none).
+        attention: `"flash"`, `"sdpa"` or `"eager"`, which keeps the score matrix.
+        loss: `"eager"`, `"compiled"`, `"chunked"` or `"fused"`: how much of the logits is kept.
+
+    Raises:
+        ValueError: A count is no whole number of at least 1, or a name is unknown.
+    """
+
+    micro_batch: int = 1
+    seq_len: int = 4096
+    grad_accum: int = 1
+    tuning: str = "full"
+    lora_rank: int = 16
+    lora_targets: str | tuple[str, ...] = "all-linear"
+    expert_lora_rank: int | None = None
+    optimizer: str = "adamw"
+    attention: str = "flash"
+    loss: str = "eager"
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "seq_len", "grad_accum", "lora_rank"):
+            whole(f"Workload({name}=...)", getattr(self, name), 1)
+        if self.expert_lora_rank is not None:
+            whole("Workload(expert_lora_rank=...)", self.expert_lora_rank, 1)
+        for name, choices in _CHOICES.items():
+            choice(f"Workload({name}=...)", getattr(self, name), choices)
+        if not isinstance(self.lora_targets, str):
+            object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step on one rank."""
+        return self.micro_batch * self.seq_len * self.grad_accum
+
+
+def sharding_units(model: Any) -> tuple[str, ...]:
+    """Return the paths of the modules that a sharded strategy gathers one at a time.
+
+    The outermost modules whose class is named in `model._no_split_modules`; where there are none,
+    the children of the `ModuleList` with the most parameters; else nothing, all is one unit.
+
+    Collective: none.
+    """
+    no_split = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[str] = []
+    lists: list[tuple[int, str, list[str]]] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{unit}.") for unit in found)
+        if path and type(module).__name__ in no_split and not inside:
+            found.append(path)
+        if "ModuleList" in (kind.__name__ for kind in type(module).__mro__):
+            size = sum(math.prod(parameter.shape) for parameter in module.parameters())
+            children = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+            lists.append((size, path, children))
+    if not found and lists:
+        # Of two lists of one size the outer one comes first, and max keeps the first.
+        found = max(lists, key=lambda entry: entry[0])[2]
+    return tuple(found)
+
+
+def _config_values(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config) / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{Path(config)} holds no config.json. "
+                "Pass the folder of a saved model, a configuration or a dict."
+            )
+        loaded: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return loaded
+    if hasattr(config, "to_dict"):
+        values: Mapping[str, Any] = config.to_dict()
+        return values
+    raise ValueError(
+        f"config is a {type(config).__name__}, but a transformers configuration, a dict or the "
+        "path of a folder with config.json is needed. For a built model use ModelSpec.from_model."
+    )
+
+
+def _expert_numbers(config: Any) -> tuple[int, int]:
+    counts = (_first_number(config, names) for names in (_EXPERTS, _EXPERTS_PER_TOKEN))
+    num_experts, per_token = counts
+    return (num_experts, per_token) if num_experts and per_token else (0, 0)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
+
+
+def _first_number(config: Any, names: Iterable[str]) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

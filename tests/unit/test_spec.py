@@ -1,0 +1,237 @@
+"""Tensors from configurations and from built models, and the checks of a workload."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+
+from distft.spec import ModelSpec, TensorSpec, UnitSpec, Workload, sharding_units
+
+SMALL = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MOE = SMALL | {
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+}
+MODELS = {
+    "llama": ("Llama", SMALL),
+    "llama tied": ("Llama", SMALL | {"tie_word_embeddings": True}),
+    "llama with biases": ("Llama", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "llama all heads": ("Llama", SMALL | {"num_key_value_heads": None}),
+    "qwen2": ("Qwen2", SMALL),
+    "qwen3": ("Qwen3", SMALL | {"head_dim": 8}),
+    "qwen3 default head": ("Qwen3", SMALL | {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_moe": ("Qwen3Moe", MOE),
+    "qwen3_moe mixed": (
+        "Qwen3Moe",
+        MOE | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "mistral": ("Mistral", SMALL | {"head_dim": 16}),
+    "mixtral": ("Mixtral", SMALL | {"num_local_experts": 3}),
+    "mixtral tied": ("Mixtral", SMALL | {"tie_word_embeddings": True, "num_local_experts": 4}),
+}
+
+
+def config_of(case: str) -> transformers.PreTrainedConfig:
+    name, values = MODELS[case]
+    return getattr(transformers, f"{name}Config")(**values)
+
+
+def build(config: transformers.PreTrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_spec_from_a_config_equals_the_spec_of_the_built_model(case):
+    config = config_of(case)
+    assert ModelSpec.from_config(config) == ModelSpec.from_model(build(config))
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_config_object_its_dict_and_its_folder_give_the_same_spec(case, tmp_path):
+    config = config_of(case)
+    config.save_pretrained(tmp_path)
+    spec = ModelSpec.from_config(config)
+    assert ModelSpec.from_config(config.to_dict()) == spec
+    assert ModelSpec.from_config(tmp_path) == spec
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral"])
+def test_values_a_config_leaves_out_are_the_defaults_of_transformers(name):
+    config = getattr(transformers, f"{name}Config")()
+    bare = {"model_type": config.model_type}
+    assert ModelSpec.from_config(bare) == ModelSpec.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("case", "total", "active"),
+    [
+        ("llama", 23_904, 23_904),
+        ("llama tied", 19_712, 19_712),
+        ("qwen3_moe", 33_536, 21_248),
+    ],
+)
+def test_small_models_have_the_known_counts(case, total, active):
+    spec = ModelSpec.from_config(config_of(case))
+    assert (spec.total_params, spec.active_params) == (total, active)
+
+
+def test_experts_of_the_small_mixture_hold_18432_parameters():
+    spec = ModelSpec.from_config(config_of("qwen3_moe"))
+    assert sum(tensor.numel for tensor in spec.tensors if tensor.is_expert) == 18_432
+
+
+def test_qwen3_30b_a3b_has_30_5_billion_parameters_and_3_4_billion_active():
+    spec = ModelSpec.from_config(QWEN3_30B_A3B)
+    assert spec.total_params == 30_532_122_624
+    assert spec.active_params == 3_353_032_704
+    assert round(2 * spec.total_params / 1e9, 1) == 61.1
+    assert round(2 * spec.active_params / 1e9, 1) == 6.7
+
+
+def test_a_70b_spec_takes_a_fraction_of_a_second():
+    values = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672}
+    values |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    start = time.perf_counter()
+    spec = ModelSpec.from_config(values | {"vocab_size": 128256})
+    assert spec.total_params == 70_553_706_496
+    assert time.perf_counter() - start < 0.5
+
+
+def test_units_are_the_layers_and_then_the_rest():
+    spec = ModelSpec.from_config(config_of("llama"))
+    assert [unit.name for unit in spec.units] == ["model.layers.0", "model.layers.1", ""]
+    assert spec.units[-1].numel == 2 * 4_192 + 32
+
+
+def test_a_tied_head_is_one_tensor_and_one_tie():
+    spec = ModelSpec.from_config(config_of("llama tied"))
+    assert len(spec.tensors) == 20
+    assert spec.ties == (("lm_head.weight", "model.embed_tokens.weight"),)
+
+
+def test_frozen_parameters_of_a_model_are_not_trainable():
+    model = build(config_of("llama"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" not in name)
+    spec = ModelSpec.from_model(model)
+    assert spec.total_params - spec.trainable_params == 2 * 3 * 32 * 48
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        self.head = torch.nn.Linear(4, 2)
+
+
+def test_a_model_that_names_no_blocks_is_cut_at_its_largest_module_list():
+    assert sharding_units(Stack()) == ("blocks.0", "blocks.1")
+    units = ModelSpec.from_model(Stack()).units
+    assert units[0] == UnitSpec(
+        "blocks.0",
+        (
+            TensorSpec("blocks.0.weight", (4, 4), "blocks.0"),
+            TensorSpec("blocks.0.bias", (4,), "blocks.0"),
+        ),
+    )
+    assert [tensor.name for tensor in units[-1].tensors] == [
+        "small.0.weight",
+        "small.0.bias",
+        "head.weight",
+        "head.bias",
+    ]
+
+
+def test_a_model_without_lists_is_one_unit():
+    assert [unit.name for unit in ModelSpec.from_model(torch.nn.Linear(2, 2)).units] == [""]
+
+
+def test_an_unknown_architecture_points_to_from_model():
+    with pytest.raises(ValueError, match=r"'gpt2'.*qwen3_moe.*ModelSpec\.from_model"):
+        ModelSpec.from_config({"model_type": "gpt2"})
+
+
+def test_another_head_than_a_language_model_points_to_from_model():
+    values = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification.*from_model"):
+        ModelSpec.from_config(values)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        ModelSpec.from_config(tmp_path)
+
+
+def test_an_object_that_is_no_config_is_refused():
+    with pytest.raises(ValueError, match="config is a int"):
+        ModelSpec.from_config(3)
+
+
+def test_a_size_below_one_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 0}))
+    with pytest.raises(ValueError, match="hidden_size is 0"):
+        ModelSpec.from_config(tmp_path)
+
+
+def test_key_value_heads_that_do_not_divide_the_heads_are_refused():
+    with pytest.raises(ValueError, match="num_attention_heads is 4, which num_key_value_heads=3"):
+        ModelSpec.from_config(SMALL | {"model_type": "llama", "num_key_value_heads": 3})
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="0 parameters"):
+        ModelSpec.from_model(torch.nn.Identity())
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "seq_len", "grad_accum", "lora_rank"])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_a_workload_refuses_counts_below_one(name, value):
+    with pytest.raises(ValueError, match=rf"Workload\({name}="):
+        Workload(**{name: value})
+
+
+def test_a_workload_refuses_an_unknown_tuning_and_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"full, lora, qlora\. Did you mean 'qlora'"):
+        Workload(tuning="qlorra")
+
+
+def test_a_workload_counts_the_tokens_of_a_step():
+    assert Workload(micro_batch=2, seq_len=128, grad_accum=3).tokens == 768
+
+
+def test_the_module_imports_no_torch():
+    code = "import sys, distft.spec; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
