@@ -231,6 +231,20 @@ class Workload:
         if not isinstance(self.lora_targets, str):
             object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 
+    def check_covered(self) -> None:
+        """Raise where the cost formulas do not cover this load yet.
+
+        Raises:
+            ValueError: The tuning is not `"full"`.
+
+        Collective: none.
+        """
+        if self.tuning != "full":
+            raise ValueError(
+                f"Workload(tuning={self.tuning!r}) is not covered by the cost formulas of this "
+                "version, only tuning='full' is. For frozen weights use ModelSpec.from_model."
+            )
+
     @property
     def tokens(self) -> int:
         """Tokens of one optimizer step on one rank."""

@@ -2,6 +2,8 @@
 
 from distft.formulas.counts import expert_lora_params, lora_params
 from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
+from distft.formulas.native import ddp_memory, ddp_traffic, sharded_memory, sharded_traffic
+from distft.formulas.reports import Collective, MemoryLine, MemoryReport, TrafficReport
 from distft.formulas.time import pipeline_bubble, seconds, training_flops
 from distft.formulas.traffic import (
     expert_parallel_bytes,
@@ -12,7 +14,13 @@ from distft.formulas.traffic import (
 )
 
 __all__ = [
+    "Collective",
+    "MemoryLine",
+    "MemoryReport",
+    "TrafficReport",
     "chunk_rows",
+    "ddp_memory",
+    "ddp_traffic",
     "expert_lora_params",
     "expert_parallel_bytes",
     "lora_params",
@@ -22,6 +30,8 @@ __all__ = [
     "ring_bytes",
     "ring_fraction",
     "seconds",
+    "sharded_memory",
+    "sharded_traffic",
     "tensor_parallel_bytes",
     "training_flops",
     "zero_traffic_bytes",

@@ -1,0 +1,309 @@
+"""What torch 2.13 holds and sends: DistributedDataParallel, and `fully_shard` on one or two axes.
+
+Tensors are cut along their first dimension by `torch.chunk`; on the wire every shard is padded to
+the size of the first, since a collective moves equal parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from distft.formulas._numbers import choice, exact
+from distft.formulas.memory import chunk_rows, model_state_bytes
+from distft.formulas.reports import (
+    ALWAYS,
+    Collective,
+    MemoryLine,
+    MemoryReport,
+    Parameter,
+    TrafficReport,
+    Unit,
+)
+from distft.formulas.traffic import ring_fraction, zero_traffic_bytes
+
+# torch's AdamW keeps the step count of every parameter as one fp32 scalar tensor.
+STEP_BYTES = 4
+MOMENTS = {"adamw": 2, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes per element of what is held and of what is sent."""
+
+    weight: int
+    gradient: int
+    moment: int
+    gathered: int
+    reduced: int
+
+
+# bf16-mixed keeps fp32 weights and reduces in fp32; only gathered weights are bf16.
+PRECISIONS = {
+    "fp32": Bytes(4, 4, 4, 4, 4),
+    "bf16-mixed": Bytes(4, 4, 4, 2, 4),
+    "bf16": Bytes(2, 2, 2, 2, 2),
+}
+
+
+def ddp_memory(
+    tensors: Sequence[Parameter], ranks: int, precision: str, optimizer: str = "adamw"
+) -> MemoryReport:
+    """Memory of DistributedDataParallel: every rank holds all of it.
+
+    Source: Li et al. 2020 (PyTorch Distributed). Assumes: torch 2.13, `gradient_as_bucket_view`,
+    so that buckets are the gradients.
+
+    Raises:
+        ValueError: The precision or the optimizer is unknown.
+
+    Collective: none.
+    """
+    whole = [Shards.of(tensors, 1)] * ranks
+    return _report(whole, ranks, precision, optimizer, stage=0, buffers=())
+
+
+def sharded_memory(
+    units: Sequence[Unit],
+    dp_shard: int,
+    dp_replicate: int,
+    precision: str,
+    optimizer: str = "adamw",
+    reshard_after_forward: bool = True,
+    defer_reduce: bool = False,
+) -> MemoryReport:
+    """Memory of `fully_shard`: every tensor is cut along its first dimension over `dp_shard`.
+
+    Rank r holds `ceil(d0 / N)` rows, the last ranks fewer or none. Buffers: the unit at work and
+    the one fetched ahead in the forward pass; in the backward pass also a whole gradient and the
+    input of its reduce-scatter. `defer_reduce` keeps whole gradients until the last micro-step.
+
+    Source: Zhao et al. 2023 (FSDP), section 3; torch 2.13 `_fully_shard`.
+
+    Raises:
+        ValueError: A degree is below 1, or the precision or the optimizer is unknown.
+
+    Collective: none.
+    """
+    sizes = _sizes(precision)
+    largest = max(sum(tensor.numel for tensor in unit.tensors) for unit in units)
+    total = sum(tensor.numel for unit in units for tensor in unit.tensors)
+    # Without resharding every unit stays whole until its backward pass is done.
+    forward = 2 * largest if reshard_after_forward else total
+    trained = [tensor for unit in units for tensor in unit.tensors if tensor.trainable]
+    # In the backward pass a unit's whole gradient lies beside the input of its reduce-scatter.
+    backward = forward * sizes.gathered + largest * (sizes.gathered + sizes.reduced)
+    buffers: list[tuple[str, tuple[str, ...], int]] = [
+        ("gathered units: at work, fetched ahead", ("forward", "loss"), forward * sizes.gathered),
+        ("gathered units, whole gradient, reduce-scatter input", ("backward",), backward),
+    ]
+    if defer_reduce:
+        whole = sum(tensor.numel for tensor in trained)
+        buffers.append(
+            ("whole gradients until the last micro-step", ("backward",), whole * sizes.reduced)
+        )
+    shards = [Shards.of((tensor for unit in units for tensor in unit.tensors), dp_shard)]
+    return _report(shards * dp_replicate, dp_shard, precision, optimizer, 3, buffers)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Elements on each rank of one group, and the number of trained tensors."""
+
+    held: tuple[int, ...]
+    trained: tuple[int, ...]
+    num_trained: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[Parameter], ranks: int) -> Shards:
+        """Return the shards of some tensors over `ranks` ranks."""
+        held, trained, num_trained = [0] * ranks, [0] * ranks, 0
+        for tensor in tensors:
+            num_trained += tensor.trainable
+            for rank, numel in enumerate(shard_numels(tensor, ranks)):
+                held[rank] += numel
+                trained[rank] += numel if tensor.trainable else 0
+        return cls(tuple(held), tuple(trained), num_trained)
+
+
+def shard_numels(tensor: Parameter, ranks: int) -> tuple[int, ...]:
+    """Elements of a tensor that each of `ranks` ranks holds, cut along its first dimension.
+
+    Collective: none.
+    """
+    rows = tensor.shape[0] if tensor.shape else 1
+    row = tensor.numel // rows if rows else 0
+    return tuple(row * number for number in chunk_rows(rows, ranks))
+
+
+def padded_numel(tensors: Iterable[Parameter], ranks: int) -> int:
+    """Elements of the full buffer on the wire: every shard as large as the first.
+
+    Collective: none.
+    """
+    return sum(ranks * shard_numels(tensor, ranks)[0] for tensor in tensors)
+
+
+def ddp_traffic(
+    tensors: Sequence[Parameter], ranks: int, precision: str, grad_accum: int
+) -> TrafficReport:
+    """Traffic of DistributedDataParallel: one all-reduce of the gradients per step.
+
+    Source: Li et al. 2020, section 3.2. Assumes: buckets already rebuilt, buffers not broadcast.
+
+    Raises:
+        ValueError: A count is below 1 or the precision is unknown.
+
+    Collective: none.
+    """
+    size = _sizes(precision).gradient
+    trained = sum(tensor.numel for tensor in tensors if tensor.trainable)
+    sent = Collective.of("all_reduce", "dp", trained * size, ranks, "step", "gradients")
+    return TrafficReport(
+        (sent, *control_traffic(ranks, ())),
+        grad_accum,
+        zero_traffic_bytes(trained, ranks, 0, grad_accum, size),
+        "2 P (N-1)/N a step",
+    )
+
+
+def sharded_traffic(
+    units: Sequence[Unit],
+    dp_shard: int,
+    dp_replicate: int,
+    precision: str,
+    grad_accum: int,
+    reshard_after_forward: bool = True,
+    defer_reduce: bool = False,
+) -> TrafficReport:
+    """Traffic of `fully_shard`: gathers forward and backward, a reduce-scatter, each per unit.
+
+    HSDP (`dp_replicate` above 1) also all-reduces the reduced shard over the replicas once a step.
+
+    Source: Zhao et al. 2023 (FSDP), section 3.2; torch 2.13 `_fsdp_collectives`.
+
+    Args:
+        units: Sharding units.
+        dp_shard: Ranks that share one copy.
+        dp_replicate: Copies.
+        precision: Name of the precision.
+        grad_accum: Micro-steps of one step.
+        reshard_after_forward: Whether units are freed after forward and gathered again.
+        defer_reduce: Whether gradients are reduced in the last micro-step only.
+
+    Raises:
+        ValueError: A count is below 1 or the precision is unknown.
+
+    Collective: none.
+    """
+    sizes = _sizes(precision)
+    times = 2 if reshard_after_forward else 1
+    gathered = times * sum(padded_numel(unit.tensors, dp_shard) for unit in units)
+    trained = [tensor for unit in units for tensor in unit.tensors if tensor.trainable]
+    reduced = padded_numel(trained, dp_shard) * sizes.reduced
+    per = "step" if defer_reduce else "micro_step"
+    shard, replica = "dp_shard", "dp_replicate"
+    sent = [
+        Collective.of(
+            "all_gather", shard, gathered * sizes.gathered, dp_shard, "micro_step", "parameters"
+        ),
+        Collective.of("reduce_scatter", shard, reduced, dp_shard, per, "gradients"),
+    ]
+    if dp_replicate > 1:
+        part = reduced // dp_shard
+        sent.append(
+            Collective.of("all_reduce", replica, part, dp_replicate, "step", "reduced shards")
+        )
+    sent += control_traffic(dp_shard * dp_replicate, (("dp_shard", dp_shard),))
+    numel = sum(tensor.numel for unit in units for tensor in unit.tensors)
+    trained_numel = sum(tensor.numel for tensor in trained)
+    return TrafficReport(
+        tuple(sent),
+        grad_accum,
+        _paper_bytes(numel, trained_numel, dp_shard, dp_replicate, sizes, grad_accum),
+        "3 P (N-1)/N a micro-step"
+        + (" + 2 P/N (R-1)/R over replicas a step" if dp_replicate > 1 else ""),
+    )
+
+
+def _paper_bytes(
+    numel: int,
+    trained: int,
+    dp_shard: int,
+    dp_replicate: int,
+    sizes: Bytes,
+    grad_accum: int,
+) -> int | float:
+    """Return two gathers and a reduction of unpadded tensors each micro-step, then replicas."""
+    total = 2 * ring_fraction("all_gather", numel * sizes.gathered, dp_shard)
+    total += ring_fraction("reduce_scatter", trained * sizes.reduced, dp_shard)
+    total *= grad_accum
+    replicas = ring_fraction("all_reduce", trained * sizes.reduced, dp_replicate)
+    return exact(total + replicas / dp_shard)
+
+
+def control_traffic(ranks: int, norm_groups: Iterable[tuple[str, int]]) -> list[Collective]:
+    """Small messages that every step of distft sends beside the data.
+
+    The counts of loss tokens, tokens and micro-batches (three int64 of every rank), the square of
+    the gradient norm (one fp32 per group over which gradients are split), both losses (two fp64).
+
+    Collective: none.
+    """
+    counts = Collective.of("all_gather", "dp", 24 * ranks, ranks, "step", "counts")
+    losses = Collective.of("all_reduce", "dp", 16, ranks, "step", "losses")
+    norms = [
+        Collective.of("all_reduce", axis, 4, size, "step", "gradient norm")
+        for axis, size in norm_groups
+    ]
+    return [counts, *norms, losses]
+
+
+def _sizes(precision: str) -> Bytes:
+    return PRECISIONS[choice("precision", precision, PRECISIONS)]
+
+
+def _report(
+    groups: Sequence[Shards],
+    ranks: int,
+    precision: str,
+    optimizer: str,
+    stage: int,
+    buffers: Iterable[tuple[str, tuple[str, ...], int]],
+) -> MemoryReport:
+    """Return the report of groups of ranks, each of which holds one whole copy."""
+    sizes = _sizes(precision)
+    moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
+    held = [numel for group in groups for numel in group.held]
+    trained = [numel for group in groups for numel in group.trained]
+    steps = groups[0].num_trained * STEP_BYTES if moments else 0
+    lines = [
+        MemoryLine("parameters", "parameters", ALWAYS, tuple(n * sizes.weight for n in held)),
+        MemoryLine(
+            "gradients",
+            "gradients",
+            ("backward", "step"),
+            tuple(n * sizes.gradient for n in trained),
+        ),
+        MemoryLine(
+            "optimizer moments",
+            "optimizer",
+            ALWAYS,
+            tuple(n * moments * sizes.moment for n in trained),
+        ),
+        MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * len(held)),
+        MemoryLine(
+            "optimizer's temporary (foreach)",
+            "buffer",
+            ("step",),
+            tuple(n * sizes.weight for n in trained),
+        ),
+    ]
+    lines += [MemoryLine(name, "buffer", when, (size,) * len(held)) for name, when, size in buffers]
+    total, learnt = sum(groups[0].held), sum(groups[0].trained)
+    frozen = model_state_bytes(total - learnt, ranks, stage, sizes.weight, 0, 0)
+    state = model_state_bytes(
+        learnt, ranks, stage, sizes.weight, sizes.gradient, moments * sizes.moment
+    )
+    paper = "P (w + g + k)" if stage == 0 else "P (w + g + k) / N"
+    return MemoryReport(tuple(lines), frozen + state, paper)

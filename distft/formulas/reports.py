@@ -1,0 +1,266 @@
+"""What a strategy costs: memory by line and phase, traffic by collective, paper beside fact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from distft.formulas._numbers import choice, exact, whole
+from distft.formulas.traffic import ring_fraction
+
+PHASES = ("load", "forward", "loss", "backward", "step", "save")
+ALWAYS = PHASES
+PERIODS = ("micro_step", "step", "save")
+
+
+class Parameter(Protocol):
+    """What a formula needs to know of one parameter; `distft.ModelSpec` has them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Full shape."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it gets a gradient and optimizer state."""
+
+
+class Unit(Protocol):
+    """Parameters that a sharded strategy gathers together."""
+
+    @property
+    def tensors(self) -> Sequence[Parameter]:
+        """The parameters."""
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One line of a memory report.
+
+    Args:
+        name: What is held, in words.
+        kind: "parameters", "gradients" or "optimizer" (model state), or "buffer".
+        phases: Phases of a step in which it is held.
+        per_rank: Bytes on each rank.
+    """
+
+    name: str
+    kind: str
+    phases: tuple[str, ...]
+    per_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        choice("kind", self.kind, ("parameters", "gradients", "optimizer", "buffer"))
+        for phase in self.phases:
+            choice("phase", phase, PHASES)
+
+    @property
+    def phase(self) -> str:
+        """Phase in which it appears."""
+        return self.phases[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the rank that holds most."""
+        return max(self.per_rank)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that each rank holds: model state to the byte, buffers as upper estimates.
+
+    Activations and logits are not in it.
+
+    Args:
+        lines: What is held, when, on which rank.
+        paper_bytes: Model state of one rank by the paper, even shards.
+        paper: The paper's formula, in words.
+    """
+
+    lines: tuple[MemoryLine, ...]
+    paper_bytes: int | float
+    paper: str
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.lines[0].per_rank)
+
+    @property
+    def per_rank(self) -> tuple[int, ...]:
+        """Bytes of model state (parameters, gradients, optimizer) on each rank."""
+        return _sum_ranks(line for line in self.lines if line.kind != "buffer")
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Bytes of model state on the heaviest rank."""
+        return max(self.per_rank)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of model state and buffers in the fullest phase on the heaviest rank."""
+        return max(self.phase_bytes(phase) for phase in PHASES)
+
+    def phase_bytes(self, phase: str) -> int:
+        """Return the bytes that the heaviest rank holds in a phase of a step.
+
+        Raises:
+            ValueError: The phase does not exist.
+        """
+        choice("phase", phase, PHASES)
+        held = [line for line in self.lines if phase in line.phases]
+        return max(_sum_ranks(held)) if held else 0
+
+    def kind_bytes(self, kind: str) -> tuple[int, ...]:
+        """Return the bytes of one kind of line on each rank."""
+        held = [line for line in self.lines if line.kind == kind]
+        return _sum_ranks(held) if held else (0,) * self.num_ranks
+
+    def __str__(self) -> str:
+        """Table of the lines, the heaviest rank of each."""
+        rows = [
+            (line.phase, line.name, _grouped(line.num_bytes), _grouped(min(line.per_rank)))
+            for line in self.lines
+        ]
+        rows += [
+            ("", "model state", _grouped(self.model_state_bytes), _grouped(min(self.per_rank))),
+            ("", f"by the paper: {self.paper}", _grouped(self.paper_bytes), ""),
+            ("", "peak without activations", _grouped(self.peak_bytes), ""),
+        ]
+        return table(("phase", "held", "bytes, heaviest rank", "lightest"), rows)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind on one axis of the mesh: what one rank sends on the wire.
+
+    Args:
+        op: NCCL's name of the collective.
+        axis: Axis of the mesh; "dp" is all data ranks.
+        num_bytes: Bytes that one rank sends in a ring, for all calls of one period together.
+        per: How often: "micro_step", "step" or "save".
+        payload_bytes: Bytes of the full buffers of these calls.
+        ranks: Ranks in the group.
+        what: What is moved, in words.
+    """
+
+    op: str
+    axis: str
+    num_bytes: int | float
+    per: str
+    payload_bytes: int
+    ranks: int
+    what: str = ""
+
+    def __post_init__(self) -> None:
+        choice("per", self.per, PERIODS)
+
+    @classmethod
+    def of(
+        cls, op: str, axis: str, payload_bytes: int, ranks: int, per: str, what: str
+    ) -> Collective:
+        """Return the collective that moves full buffers of `payload_bytes` over `ranks` ranks.
+
+        Raises:
+            ValueError: `op` or `per` is unknown, or a number is out of range.
+        """
+        wire = exact(ring_fraction(op, payload_bytes, ranks))
+        return cls(op, axis, wire, per, payload_bytes, ranks, what)
+
+    @property
+    def exact_bytes(self) -> Fraction:
+        """Bytes on the wire as a fraction, for sums that must not round on the way."""
+        return ring_fraction(self.op, self.payload_bytes, self.ranks)
+
+
+@dataclass(frozen=True)
+class TrafficReport:
+    """Bytes that one rank sends per optimizer step: the implementation's and the paper's.
+
+    Args:
+        collectives: What the implementation sends.
+        grad_accum: Micro-steps of one step.
+        paper_bytes_per_step: Bytes by the paper, without padding and control messages.
+        paper: The paper's formula, in words.
+    """
+
+    collectives: tuple[Collective, ...]
+    grad_accum: int
+    paper_bytes_per_step: int | float
+    paper: str
+
+    def __post_init__(self) -> None:
+        whole("grad_accum", self.grad_accum, 1)
+
+    @property
+    def bytes_per_step(self) -> int | float:
+        """Bytes that one rank sends per optimizer step in this implementation."""
+        return exact(sum((self._per_step(each) for each in self.collectives), Fraction(0)))
+
+    def payload_per_step(self) -> dict[tuple[str, int], int]:
+        """Return the bytes of full buffers per step, by op and number of ranks."""
+        totals: dict[tuple[str, int], int] = {}
+        for each in self.collectives:
+            key, times = (each.op, each.ranks), self._times(each)
+            if each.ranks > 1 and times:
+                totals[key] = totals.get(key, 0) + times * each.payload_bytes
+        return totals
+
+    def _times(self, collective: Collective) -> int:
+        return {"micro_step": self.grad_accum, "step": 1, "save": 0}[collective.per]
+
+    def _per_step(self, collective: Collective) -> Fraction:
+        return self._times(collective) * collective.exact_bytes
+
+    def __str__(self) -> str:
+        """Table of the collectives."""
+        rows = [
+            (each.op, each.axis, str(each.ranks), each.per, each.what, _grouped(each.num_bytes))
+            for each in self.collectives
+        ]
+        rows += [
+            ("", "", "", "step", "all of them", _grouped(self.bytes_per_step)),
+            (
+                "",
+                "",
+                "",
+                "step",
+                f"by the paper: {self.paper}",
+                _grouped(self.paper_bytes_per_step),
+            ),
+        ]
+        return table(("collective", "axis", "ranks", "per", "moves", "bytes sent by a rank"), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a plain table; the columns that hold numbers are aligned to the right."""
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    numbers = [
+        any(line[column] for line in lines[1:])
+        and all(not line[column] or line[column][0].isdigit() for line in lines[1:])
+        for column in range(len(head))
+    ]
+    shown = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, numbers, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    shown.insert(1, "-" * max(len(line) for line in shown))
+    return "\n".join(shown)
+
+
+def _sum_ranks(lines: Iterable[MemoryLine]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*(line.per_rank for line in lines), strict=True))
+
+
+def _grouped(number: int | float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.2f}"
