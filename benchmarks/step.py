@@ -24,6 +24,7 @@ from distft.testing import WorkerPool
 RANKS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2, "hsdp": 4}
 BOUND = 1.03
 SHORTEST_STEP = 0.2
+TIMEOUT = 1800.0
 HEAD = (
     "| strategy | ranks | distft, s | by hand, s | median ratio | 95 % interval | pairs "
     f"| loss, rel. diff. | at most {BOUND} |\n|---|---|---|---|---|---|---|---|---|"
@@ -36,11 +37,8 @@ def main() -> int:
     workload = paired.Workload()
     rows, ratios, steps = [], [], []
     for name in arguments.strategy:
-        pool = WorkerPool(RANKS[name])
-        try:
+        with WorkerPool(RANKS[name], timeout=TIMEOUT) as pool:
             ranks = pool.run(paired.run_pairs, name, arguments.pairs, workload)
-        finally:
-            pool.close()
         ours = _slowest([rank.ours for rank in ranks])
         hand = _slowest([rank.by_hand for rank in ranks])
         ratio = median_interval([a / b for a, b in zip(ours, hand, strict=True)])
