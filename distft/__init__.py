@@ -1,0 +1,63 @@
+"""distft: fine-tune Hugging Face models on many GPUs, the strategy being one argument.
+
+Names load on first use, so that ``import distft`` and planning need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from distft.checkpoint.consolidation import consolidate as consolidate
+    from distft.checkpoint.folder import latest as latest
+    from distft.process_group import init as init
+    from distft.spec import ModelSpec as ModelSpec
+    from distft.spec import Workload as Workload
+    from distft.strategies.base import Strategy as Strategy
+    from distft.strategies.by_name import strategy as strategy
+    from distft.strategies.ddp import DDP as DDP
+    from distft.strategies.sharded import FSDP2 as FSDP2
+    from distft.strategies.sharded import HSDP as HSDP
+    from distft.strategies.zero import ZeRO1 as ZeRO1
+    from distft.strategies.zero import ZeRO2 as ZeRO2
+    from distft.strategies.zero import ZeRO3 as ZeRO3
+    from distft.training.step import StepResult as StepResult
+    from distft.training.wrappers import unwrap as unwrap
+
+_HOMES = {
+    "DDP": "distft.strategies.ddp",
+    "FSDP2": "distft.strategies.sharded",
+    "HSDP": "distft.strategies.sharded",
+    "ModelSpec": "distft.spec",
+    "StepResult": "distft.training.step",
+    "Strategy": "distft.strategies.base",
+    "Workload": "distft.spec",
+    "ZeRO1": "distft.strategies.zero",
+    "ZeRO2": "distft.strategies.zero",
+    "ZeRO3": "distft.strategies.zero",
+    "consolidate": "distft.checkpoint.consolidation",
+    "init": "distft.process_group",
+    "latest": "distft.checkpoint.folder",
+    "strategy": "distft.strategies.by_name",
+    "unwrap": "distft.training.wrappers",
+}
+_SUBMODULES = ("formulas", "measure", "testing")
+
+__all__ = [*sorted(_HOMES), *_SUBMODULES]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"distft.{name}")
+    raise AttributeError(f"module 'distft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -1,0 +1,91 @@
+"""Counting the bytes of model state that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distft.training.wrappers import is_engine, unwrap
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class ModelStateBytes:
+    """Bytes of model state on this rank: parameters, gradients, optimizer tensors."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def model_state_bytes(model: nn.Module, optimizer: Optimizer) -> ModelStateBytes:
+    """Return the bytes of model state of this rank: live tensors, counted once each.
+
+    Call it after a backward pass to see gradients, after an update to see moments. ZeRO's flat
+    partitions count where they are: whole flat weights (stages 1 and 2) and partitioned weights
+    (stage 3) as parameters, fp32 master partitions as optimizer tensors.
+
+    Collective: none.
+    """
+    seen: set[tuple[int, int]] = set()
+    parameters = _count(_parameter_tensors(model), seen)
+    gradients = _count(_gradient_tensors(model), seen)
+    states: list[Any] = [
+        value for state in optimizer.state.values() for value in state.values()
+    ]
+    masters = _master_tensors(model)
+    return ModelStateBytes(parameters, gradients, _count([*masters, *states], seen))
+
+
+def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    total = 0
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        num_bytes = local.numel() * local.element_size()
+        key = (local.data_ptr(), num_bytes)
+        if num_bytes and key not in seen:
+            seen.add(key)
+            total += num_bytes
+    return total
+
+
+def _parameter_tensors(model: Any) -> list[Tensor]:
+    parameters = list(unwrap(model).parameters())
+    if not is_engine(model):
+        return parameters
+    if model.zero_optimization_stage() == 3:
+        # A partitioned parameter is empty; its part hangs on it. Persistent ones are whole.
+        return [t for p in parameters for t in (p.data, p.ds_tensor)]
+    frozen = [p for p in parameters if not p.requires_grad]
+    return [*model.optimizer.bit16_groups_flat, *frozen]
+
+
+def _gradient_tensors(model: Any) -> list[Any]:
+    whole = [p.grad for p in unwrap(model).parameters() if p.grad is not None]
+    if not is_engine(model):
+        return whole
+    averaged = model.optimizer.averaged_gradients.values()
+    return [*whole, *[tensor for group in averaged if group for tensor in group]]
+
+
+def _master_tensors(model: Any) -> list[Any]:
+    if not is_engine(model):
+        return []
+    zero = model.optimizer
+    if model.zero_optimization_stage() == 3:
+        return list(zero.fp32_partitioned_groups_flat)
+    return list(zero.single_partition_of_fp32_groups)

@@ -1,0 +1,511 @@
+"""`Strategy`: what every way to spread a model over ranks promises."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distft.mesh import Mesh
+from distft.process_group import base_seed, group_rank, group_size, raise_together, seed_everything
+from distft.training.clip import GradientShards, check_max_norm, global_norm, scale_gradients
+from distft.training.data import Batches, Collate
+from distft.training.loss import Batch, count_next_tokens
+from distft.training.optimizers import (
+    OptimizerFactory,
+    ParamGroup,
+    check_factory,
+    name_groups,
+)
+from distft.training.step import (
+    CountFunction,
+    LossFunction,
+    StepResult,
+    count_over_ranks,
+    run_step,
+)
+from distft.training.wrappers import is_engine, unwrap
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from distft.checkpoint.load import LoadedState
+    from distft.formulas import MemoryReport, TrafficReport
+    from distft.spec import ModelSpec, Workload
+
+PRECISIONS = ("fp32", "bf16-mixed", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Strategy(ABC):
+    """How a model is spread over ranks: a value of axis sizes and policies.
+
+    State lives in what `apply` returns, never in the strategy, so one value serves many models,
+    pickles to workers and prints as its constructor.
+
+    Attributes:
+        precision: ``"fp32"``; ``"bf16-mixed"`` (fp32 master weights, bf16 compute, fp32 reduction);
+            or ``"bf16"`` (weights, gradients and moments in bf16). fp16 needs loss scaling, which
+            the parts here do not share, and is refused.
+        activation_checkpointing: Recompute each block in the backward pass instead of keeping its
+            activations; dropout draws the same mask again.
+        offload: Reserved for host memory; only None for now.
+        compile: Reserved for torch.compile; only None for now.
+    """
+
+    name: ClassVar[str]
+
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    offload: str | None = None
+    compile: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields, so that a wrong one is found where it is written."""
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"{type(self).__name__}(precision={self.precision!r}) is none of the "
+                f"{len(PRECISIONS)} precisions {', '.join(PRECISIONS)}. "
+                "Use bf16-mixed in place of fp16."
+            )
+        for field in ("offload", "compile"):
+            value = getattr(self, field)
+            if value is not None:
+                raise ValueError(
+                    f"{type(self).__name__}({field}={value!r}): this version supports only "
+                    f"{field}=None. Leave it out."
+                )
+        self._check_fields()
+
+    def __repr__(self) -> str:
+        """Show the constructor call, without the fields that are at their defaults."""
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    # ---- the mesh ---------------------------------------------------------------------------
+
+    def mesh(self, world_size: int | None = None) -> Mesh:
+        """Return the axis sizes on ``world_size`` ranks; default those of the process group.
+
+        Raises:
+            ValueError: The degrees do not fit the number of ranks.
+            RuntimeError: There is no process group and no ``world_size``.
+
+        Collective: none.
+        """
+        num_ranks = group_size(f"{self!r}.mesh()") if world_size is None else world_size
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ValueError(
+                f"{self!r}.mesh(world_size={num_ranks!r}) needs an integer of at least 1 rank."
+            )
+        return self._mesh(num_ranks)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that read different rows."""
+        return self.mesh().dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which slice of the data this rank reads, from 0 to ``dp_size - 1``."""
+        self.mesh()
+        return group_rank()
+
+    # ---- training ---------------------------------------------------------------------------
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        param_groups: Iterable[ParamGroup] | None = None,
+        peft_config: Any = None,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Spread a model over the ranks, then build its optimizer: what you call, and what steps.
+
+        Rank 0's values are used everywhere. Afterwards every rank draws random numbers from
+        ``seed + dp_rank``.
+
+        Args:
+            model: A model that no other tool has distributed, its weights on the host or device.
+            optimizer: How to build the optimizer, such as ``partial(AdamW, lr=1e-4)``. It is
+                called after sharding; one built before would train tensors that are gone.
+            param_groups: Groups as torch takes them, over the model's parameters or their names.
+            peft_config: Reserved for adapters; only None for now.
+
+        Raises:
+            ValueError: The model is distributed already or on the meta device, ranks do not
+                fit, the optimizer or the groups are unusable, or ranks hold different models.
+            RuntimeError: There is no process group, or a package is missing.
+
+        Collective: every rank.
+        """
+        if peft_config is not None:
+            raise ValueError(
+                f"{self!r}.apply(peft_config=...) is not supported by this version. "
+                "Train the whole model, or freeze parameters with requires_grad=False."
+            )
+        mesh = self.mesh()
+        self._check_installed()
+        check_undistributed(model)
+        check_factory(optimizer)
+        groups = name_groups(model, param_groups)
+        _check_same_model(model)
+        if self.activation_checkpointing:
+            _enable_checkpointing(model)
+        wrapped, built = self._apply(model, optimizer, groups, mesh)
+        seed_everything(base_seed() + self.dp_rank)
+        return wrapped, built
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        micro_batch: int = 1,
+        grad_accum: int = 1,
+        seed: int = 0,
+        collate: Collate | None = None,
+        shuffle: bool = True,
+    ) -> Batches:
+        """Return the data of this rank: lists of micro-batches, one list for each step.
+
+        Args:
+            dataset: Rows by index with a length, the same on every rank; or an iterable of this
+                rank's own rows.
+            micro_batch: Rows of one forward pass.
+            grad_accum: Micro-steps of one step.
+            seed: Seed of the shuffle.
+            collate: From a list of rows to a batch; default `training.data.pad_rows`.
+            shuffle: Whether to shuffle a dataset that has a length.
+
+        Raises:
+            ValueError: A size is below 1, or the dataset is empty.
+            RuntimeError: There is no process group.
+
+        Collective: none.
+        """
+        return Batches(
+            dataset,
+            micro_batch=micro_batch,
+            grad_accum=grad_accum,
+            seed=seed,
+            collate=collate,
+            shuffle=shuffle,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+        )
+
+    def train_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        micro_batches: Sequence[Batch],
+        max_grad_norm: float | None = None,
+        loss_fn: LossFunction | None = None,
+        count_fn: CountFunction | None = None,
+    ) -> StepResult:
+        """Return the result of one optimizer step over the micro-batches of all data ranks.
+
+        ``g = sum over ranks and micro-batches of grad(loss_fn) / sum of count_fn``, which is one
+        process's gradient of the mean over all loss tokens, however rows fall on ranks. Gradients
+        are zeroed first; an update whose norm is not finite is left out; schedulers are yours.
+
+        Args:
+            model: What `apply` returned.
+            optimizer: What `apply` returned.
+            micro_batches: This rank's batches; ranks may have different numbers of them.
+            max_grad_norm: Bound of the whole gradient's 2-norm, or None.
+            loss_fn: From model and batch to the *sum* of the loss; default next-token
+                cross-entropy.
+            count_fn: From a batch to the number the loss is a mean over; default its loss tokens.
+
+        Raises:
+            ValueError: No batch, no loss token, or a bound that is not above 0.
+            RuntimeError: There is no process group.
+
+        Collective: every rank.
+        """
+        check_max_norm(max_grad_norm)
+        if (loss_fn is None) != (count_fn is None):
+            given, absent = ("loss_fn", "count_fn") if count_fn is None else ("count_fn", "loss_fn")
+            raise ValueError(
+                f"train_step got {given} without {absent}, so the mean would be over the wrong "
+                "number. Pass both, or neither."
+            )
+        self.mesh()
+        return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
+
+    def count_loss_tokens(
+        self, batches: Sequence[Batch], count_fn: CountFunction | None = None
+    ) -> int:
+        """Return the number of loss tokens in the batches of all data ranks.
+
+        Raises:
+            RuntimeError: There is no process group.
+
+        Collective: every rank.
+        """
+        self.mesh()
+        loss_tokens, _, _ = count_over_ranks(batches, count_fn or count_next_tokens)
+        return sum(loss_tokens)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of this rank's share of the loss; data ranks' gradients are summed.
+
+        The share is this rank's summed loss over the global number of loss tokens. An engine that
+        averages over ranks is compensated here.
+
+        Collective: every rank, unless inside `no_sync` of a strategy that defers.
+        """
+        self._backward(loss)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Say that more micro-steps follow, for the forward and backward pass inside.
+
+        What a strategy saves by it differs: DDP and ZeRO-1 reduce once a step, HSDP defers the
+        all-reduce between replicas, FSDP2 and HSDP defer all with ``defer_reduce=True``; ZeRO-2
+        and ZeRO-3 reduce every micro-step all the same.
+
+        Collective: none of its own.
+        """
+        with self._no_sync(model):
+            yield
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float | None) -> float:
+        """Scale the gradients to a 2-norm of at most ``max_norm``; return the norm before.
+
+        A plain number, the same on every rank. None only measures. Where the norm is infinite or
+        NaN so are the gradients afterwards: leave that update out.
+
+        Raises:
+            ValueError: The bound is not above 0.
+
+        Collective: every rank.
+        """
+        from distft.process_group import local_device
+
+        check_max_norm(max_norm)
+        parts = self._gradients(model)
+        norm = global_norm(parts, local_device())
+        scale_gradients(parts, norm, max_norm)
+        return float(norm)
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        step: int,
+        scheduler: Any = None,
+        processing_class: Any = None,
+        data: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Save everything a run needs to go on, and return the folder.
+
+        The state is written to a temporary folder beside ``path``, checked, and renamed, so that
+        ``path`` is either a whole checkpoint or not there.
+
+        Args:
+            path: The new folder.
+            model: What `apply` returned.
+            optimizer: What `apply` returned.
+            step: Number of optimizer steps made.
+            scheduler: A learning-rate scheduler, or anything with ``state_dict``.
+            processing_class: A tokenizer or processor to save beside the weights.
+            data: What `batches` returned, or anything with ``state_dict``.
+            extra: Plain JSON values of your own.
+
+        Raises:
+            ValueError: ``path`` holds a complete checkpoint or other files, or ``extra`` is no JSON.
+            RuntimeError: Not every rank called, the file system is not shared, or writing failed.
+
+        Collective: every rank.
+        """
+        from distft.checkpoint.save import save_checkpoint
+
+        return save_checkpoint(
+            self,
+            path,
+            model,
+            optimizer,
+            step=step,
+            scheduler=scheduler,
+            processing_class=processing_class,
+            data=data,
+            extra=extra,
+        )
+
+    def load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: Any = None,
+        data: Any = None,
+    ) -> LoadedState:
+        """Load a checkpoint into a model and an optimizer that `apply` returned.
+
+        Make the scheduler before the load: its state is set here too.
+
+        Raises:
+            ValueError: ``path`` is no checkpoint or half one, or of another model or strategy.
+            RuntimeError: Not every rank called.
+
+        Collective: every rank.
+        """
+        from distft.checkpoint.load import load_checkpoint
+
+        return load_checkpoint(self, path, model, optimizer, scheduler=scheduler, data=data)
+
+    # ---- costs ------------------------------------------------------------------------------
+
+    def memory(self, spec: ModelSpec, load: Workload, *, world_size: int) -> MemoryReport:
+        """Return the bytes of model state that each rank holds.
+
+        Raises:
+            ValueError: The degrees do not fit ``world_size``, or the workload is not covered.
+
+        Collective: none.
+        """
+        load.check_covered()
+        return self._memory(spec, load, self.mesh(world_size))
+
+    def traffic(self, spec: ModelSpec, load: Workload, *, world_size: int) -> TrafficReport:
+        """Return the bytes that one rank puts on the wire, by collective.
+
+        Raises:
+            ValueError: The degrees do not fit ``world_size``, or the workload is not covered.
+
+        Collective: none.
+        """
+        load.check_covered()
+        return self._traffic(spec, load, self.mesh(world_size))
+
+    # ---- what a strategy is made of -----------------------------------------------------------
+
+    @abstractmethod
+    def _mesh(self, num_ranks: int) -> Mesh:
+        """Return the axis sizes on this many ranks, or raise ValueError."""
+
+    @abstractmethod
+    def _apply(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        mesh: Mesh,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Shard the model, then build the optimizer over the groups of parameter names."""
+
+    @abstractmethod
+    def _backward(self, loss: Tensor) -> None:
+        """Add the gradients of a share whose sum over ranks is the loss."""
+
+    @abstractmethod
+    def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
+        """Return this rank's part of the reduced gradients, after the last micro-step."""
+
+    @abstractmethod
+    @contextmanager
+    def _no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Defer what this strategy can defer while more micro-steps follow."""
+        yield
+
+    @abstractmethod
+    def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
+        """Return the bytes of model state by rank."""
+
+    @abstractmethod
+    def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
+        """Return the bytes on the wire by collective."""
+
+    def _check_fields(self) -> None:
+        """Raise ValueError where a field of this strategy is wrong; the default has no more."""
+
+    def _check_installed(self) -> None:
+        """Raise RuntimeError where a package is missing; the default needs none."""
+
+
+def check_undistributed(model: Any) -> None:
+    """Raise where a model cannot be spread: distributed already, empty, or without values.
+
+    Raises:
+        ValueError: What it is, and what to pass instead.
+
+    Collective: none.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"apply() needs a torch module, and got {type(model).__name__}.")
+    parameters = list(model.named_parameters())
+    found = ""
+    if unwrap(model) is not model:
+        found = "a DeepSpeed engine" if is_engine(model) else f"nn.{type(model).__name__}"
+        found = f"wrapped in {found}"
+    elif isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for _, p in parameters):
+        sharded = sum(isinstance(p, DTensor) for _, p in parameters)
+        found = f"sharded already ({sharded} of {len(parameters)} parameters are DTensors)"
+    elif any(hasattr(p, "ds_id") for _, p in parameters):
+        found = "partitioned by DeepSpeed already"
+    if found:
+        raise ValueError(
+            f"apply() got a model that is {found}. Pass the plain model, as from_pretrained made it."
+        )
+    empty = [name for name, p in parameters if p.is_meta]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} of {len(parameters)} parameters are on the meta device and have no "
+            f"values, such as {empty[0]}. Load the weights before apply()."
+        )
+
+
+def _check_same_model(model: nn.Module) -> None:
+    """Raise on every rank where ranks hold models of different names, shapes or dtypes."""
+    import torch.distributed as dist
+
+    if dist.get_world_size() == 1:
+        return
+    text = "\n".join(
+        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
+        for name, p in model.named_parameters()
+    )
+    mine = (hashlib.sha256(text.encode()).hexdigest(), sum(p.numel() for p in model.parameters()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    wrong = [rank for rank, other in enumerate(everyone) if other[0] != everyone[0][0]]
+    error = None
+    if wrong:
+        error = ValueError(
+            f"Rank 0 has a model of {everyone[0][1]} parameters, and rank {wrong[0]} another one "
+            f"of {everyone[wrong[0]][1]}. Build the same model on every rank."
+        )
+    raise_together(error)
+
+
+def _enable_checkpointing(model: nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(). "
+            "Use activation_checkpointing=False for it."
+        )
+    # The non-reentrant form keeps names, hooks and the dropout's random state.
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,94 @@
+"""DDP: every rank holds the whole model, gradients are summed once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from distft.formulas import MemoryReport, TrafficReport, ddp_memory, ddp_traffic
+from distft.mesh import Mesh
+from distft.process_group import local_device
+from distft.strategies.base import Strategy
+from distft.strategies.precision import autocast_forward, cast_parameters
+from distft.training.clip import GradientShards
+from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+    from distft.spec import ModelSpec, Workload
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DDP(Strategy):
+    """Every rank holds the whole model; gradients are all-reduced once a step.
+
+    Memory: 16 bytes a parameter on every rank (fp32 weights, gradients and AdamW's two moments).
+    Traffic: one all-reduce of the gradients, ``2 (N-1)/N`` times their bytes a step.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        return Mesh(dp_replicate=num_ranks)
+
+    def _apply(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        mesh: Mesh,
+    ) -> tuple[nn.Module, Optimizer]:
+        from torch.nn.parallel import DistributedDataParallel
+
+        device = local_device()
+        model.to(device)
+        if self.precision == "bf16":
+            cast_parameters(model, "bfloat16")
+        if self.precision == "bf16-mixed":
+            autocast_forward(model)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            # Gradients live inside the buckets, which saves a copy of them all.
+            gradient_as_bucket_view=True,
+            **_no_buffer_traffic(),
+        )
+        return wrapped, build_optimizer(optimizer, dict(model.named_parameters()), groups)
+
+    def _backward(self, loss: Tensor) -> None:
+        # DistributedDataParallel divides by the number of ranks; a sum is wanted.
+        (loss * self.dp_size).backward()  # type: ignore[no-untyped-call]
+
+    def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
+        return [GradientShards([p.grad for p in model.parameters() if p.grad is not None])]
+
+    @contextmanager
+    def _no_sync(self, model: nn.Module) -> Iterator[None]:
+        with cast("DistributedDataParallel", model).no_sync():
+            yield
+
+    def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
+        return ddp_memory(spec.tensors, mesh.num_ranks, self.precision, load.optimizer)
+
+    def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
+        return ddp_traffic(spec.tensors, mesh.num_ranks, self.precision, load.grad_accum)
+
+
+def _no_buffer_traffic() -> dict[str, bool]:
+    """Keep buffers from being sent before every forward pass.
+
+    They are the same on every rank from the start, and no other strategy sends them.
+    """
+    from inspect import signature
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    # The newer name, where torch has it: the older one warns there.
+    known = signature(DistributedDataParallel.__init__).parameters
+    newer = "forward_sync_buffers" in known
+    return {"forward_sync_buffers" if newer else "broadcast_buffers": False}

@@ -1,0 +1,217 @@
+"""FSDP2 and HSDP: every parameter split by rows over ranks, gathered block by block."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
+from distft.mesh import Mesh, check_degree, resolve_axes
+from distft.process_group import local_device
+from distft.strategies.base import Strategy
+from distft.strategies.precision import cast_parameters
+from distft.training.clip import GradientShards
+from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+from distft.training.units import sharding_units
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from distft.spec import ModelSpec, Workload
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sharded(Strategy):
+    """What FSDP2 and HSDP share: ``fully_shard`` on a mesh of one or two axes."""
+
+    reshard_after_forward: bool = True
+    defer_reduce: bool = False
+
+    def _apply(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        mesh: Mesh,
+    ) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        device = local_device()
+        model.to(device)
+        if self.precision == "bf16":
+            cast_parameters(model, "bfloat16")
+        _copy_from_rank0(model)
+        policy: dict[str, Any] = {
+            "mesh": self._device_mesh(mesh, device.type),
+            "mp_policy": _mixed_precision(self.precision),
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+        for _, unit in sharding_units(model):
+            fully_shard(unit, **policy)
+        fully_shard(model, **policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # A sum, not a mean: shares are over the global number of loss tokens already.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model, build_optimizer(optimizer, dict(model.named_parameters()), groups)
+
+    def _device_mesh(self, mesh: Mesh, device_type: str) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = {axis: getattr(mesh, axis) for axis in self._mesh_axes()}
+        return init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+
+    @abstractmethod
+    def _mesh_axes(self) -> tuple[str, ...]:
+        """Return the names of the axes that ``fully_shard`` gets, outer first."""
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
+        from torch.distributed.tensor import DTensor
+
+        by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                by_mesh.setdefault(gradient.device_mesh, []).append(gradient.to_local())
+        return [
+            GradientShards(tensors, [mesh.get_group("dp_shard")])
+            for mesh, tensors in by_mesh.items()
+        ]
+
+    @contextmanager
+    def _no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_all_reduce(False)
+        if self.defer_reduce:
+            model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_all_reduce(True)
+            model.set_requires_gradient_sync(True)
+
+    def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
+        return sharded_memory(
+            spec.units,
+            mesh.dp_shard,
+            mesh.dp_replicate,
+            self.precision,
+            load.optimizer,
+            self.reshard_after_forward,
+            self.defer_reduce,
+        )
+
+    def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
+        return sharded_traffic(
+            spec.units,
+            mesh.dp_shard,
+            mesh.dp_replicate,
+            self.precision,
+            load.grad_accum,
+            self.reshard_after_forward,
+            self.defer_reduce,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FSDP2(Sharded):
+    """Weights, gradients and moments split by rows over all ranks; blocks gathered on the fly.
+
+    Memory: ``1/N`` of each tensor, by whole rows; the block at work is whole for a moment.
+    Traffic: gather, gather, reduce-scatter: three passes of ``(N-1)/N`` each micro-step.
+
+    Attributes:
+        dp_shard: Ranks to split over; default all.
+        reshard_after_forward: Free a block's whole weights after its forward pass (True), or keep
+            them for the backward pass: one gather less, the whole model in memory.
+        defer_reduce: Keep whole gradients until the last micro-step and reduce once (True), or
+            reduce every micro-step and hold ``1/N`` of them.
+    """
+
+    name: ClassVar[str] = "fsdp2"
+
+    dp_shard: int | None = None
+
+    def _check_fields(self) -> None:
+        check_degree(repr(self), "dp_shard", self.dp_shard)
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        return Mesh(**resolve_axes(repr(self), num_ranks, dp_shard=self.dp_shard))
+
+    def _mesh_axes(self) -> tuple[str, ...]:
+        return ("dp_shard",)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HSDP(Sharded):
+    """FSDP2 inside groups of ranks, DDP between the groups.
+
+    Memory: that of FSDP2 on ``dp_shard`` ranks. Traffic: FSDP2's inside a group, and once a step
+    an all-reduce of a rank's shard between groups.
+
+    Attributes:
+        dp_replicate: Number of groups; default the ranks that remain.
+        dp_shard: Ranks of a group; default ``LOCAL_WORLD_SIZE``, the ranks of one machine, where
+            neither is given.
+        reshard_after_forward: As for `FSDP2`.
+        defer_reduce: As for `FSDP2`.
+    """
+
+    name: ClassVar[str] = "hsdp"
+
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+
+    def _check_fields(self) -> None:
+        check_degree(repr(self), "dp_replicate", self.dp_replicate)
+        check_degree(repr(self), "dp_shard", self.dp_shard)
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        dp_shard = self.dp_shard
+        if self.dp_replicate is None and dp_shard is None:
+            import os
+
+            dp_shard = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        axes = resolve_axes(
+            repr(self), num_ranks, dp_replicate=self.dp_replicate, dp_shard=dp_shard
+        )
+        return Mesh(**axes)
+
+    def _mesh_axes(self) -> tuple[str, ...]:
+        return ("dp_replicate", "dp_shard")
+
+
+def _mixed_precision(precision: str) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if precision == "bf16-mixed":
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    return MixedPrecisionPolicy(cast_forward_inputs=False)
+
+
+def _copy_from_rank0(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, as DDP and DeepSpeed do."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, src=0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)

@@ -1,0 +1,306 @@
+"""ZeRO-1, ZeRO-2 and ZeRO-3 through DeepSpeed's engine; its private names stay in this file."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distft.mesh import Mesh
+from distft.process_group import local_device
+from distft.strategies.base import Strategy
+from distft.training.clip import GradientShards
+from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+_last_world: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ZeRO(Strategy):
+    """What the three stages share: DeepSpeed's engine with every default that matters written out.
+
+    Attributes:
+        reduce_bucket_size: Gradient elements that are reduced together.
+        allgather_bucket_size: Weight elements that are gathered together after the update
+            (stages 1 and 2).
+    """
+
+    stage: ClassVar[int]
+
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+
+    def _check_fields(self) -> None:
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            self._check_count(name, minimum=1)
+
+    def _check_count(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(
+                f"{type(self).__name__}({name}={value!r}) needs an integer of at least {minimum}: "
+                "it counts elements."
+            )
+
+    def _check_installed(self) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise RuntimeError(
+                f"{self!r} needs DeepSpeed, and it is not installed. "
+                "Run pip install 'distft[deepspeed]'."
+            )
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        return Mesh(dp_shard=num_ranks)
+
+    def _apply(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        mesh: Mesh,
+    ) -> tuple[nn.Module, Optimizer]:
+        deepspeed = _load_deepspeed()
+        # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
+        # them is valid before and after; it swaps in its flat partitions itself.
+        client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=client, config=self._config(), dist_init_required=False
+        )
+        return engine, engine_optimizer(engine)
+
+    def _config(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration; a default that changes training is written out."""
+        reduce_dtype = "bf16" if self.precision == "bf16" else "fp32"
+        return {
+            # Accumulation is ours: the engine sees every step as one micro-step of its own, and
+            # `no_sync` tells it where the boundary is.
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            # Its default is 1.0. The norm is ours and applied before its step.
+            "gradient_clipping": 0.0,
+            "prescale_gradients": False,
+            "communication_data_type": reduce_dtype,
+            "data_types": {"grad_accum_dtype": reduce_dtype},
+            "bf16": {
+                "enabled": self.precision != "fp32",
+                "bf16_master_weights_and_grads": self.precision == "bf16",
+                "bf16_optimizer_states": self.precision == "bf16",
+                "check_grad_overflow": True,
+            },
+            # Which optimizers are right under sharding is checked by `check_factory`.
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 2**62,
+            "zero_optimization": {
+                "stage": self.stage,
+                "contiguous_gradients": True,
+                "reduce_scatter": True,
+                "overlap_comm": local_device().type == "cuda",
+                "reduce_bucket_size": self.reduce_bucket_size,
+                "allgather_bucket_size": self.allgather_bucket_size,
+                **self._stage_config(),
+            },
+        }
+
+    def _stage_config(self) -> dict[str, Any]:
+        return {
+            # True all-reduces every gradient to every rank: three passes where the paper has two.
+            "use_multi_rank_bucket_allreduce": False,
+            "allgather_partitions": True,
+            "round_robin_gradients": False,
+            # The norm is computed once, by us.
+            "compute_grad_norm": False,
+        }
+
+    def _backward(self, loss: Tensor) -> None:
+        # The engine divides by the number of ranks; a sum is wanted. It hooks the outputs of the
+        # forward pass, so a plain backward drives it.
+        (loss * self.dp_size).backward()  # type: ignore[no-untyped-call]
+
+    def _gradients(self, model: Any) -> Sequence[GradientShards]:
+        import torch.distributed as dist
+
+        partitions = model.optimizer.averaged_gradients.values()
+        tensors = [tensor for group in partitions if group for tensor in group]
+        return [GradientShards(tensors, [dist.group.WORLD])]
+
+    @contextmanager
+    def _no_sync(self, model: Any) -> Iterator[None]:
+        model.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            model.set_gradient_accumulation_boundary(True)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ZeRO1(ZeRO):
+    """Moments and fp32 master weights split over ranks; weights and gradients whole on each.
+
+    Memory: ``4P + 12P/N`` bytes in mixed precision. Traffic: gradients to their owners and updated
+    weights back, ``2 (N-1)/N`` of their bytes a step.
+    """
+
+    name: ClassVar[str] = "zero1"
+    stage: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ZeRO2(ZeRO):
+    """ZeRO-1 with the gradients split too; they are reduced every micro-step.
+
+    Memory: ``2P + 14P/N`` bytes in mixed precision. Traffic: ``(N-1)/N`` of the gradients each
+    micro-step and of the weights once a step.
+    """
+
+    name: ClassVar[str] = "zero2"
+    stage: ClassVar[int] = 2
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ZeRO3(ZeRO):
+    """Weights, gradients, moments all split; each module's weights gathered when it works.
+
+    Memory: ``16P/N`` bytes in mixed precision. Traffic: gather, gather, reduce-scatter: three
+    passes of ``(N-1)/N`` each micro-step.
+
+    Attributes:
+        persistence_threshold: Parameters of fewer elements stay whole on every rank; 100,000 (as
+            DeepSpeed does by default) saves small gathers, 0 splits everything.
+        prefetch_bucket_size: Elements gathered ahead of the module at work.
+        max_live_parameters: Gathered elements held at once, beyond which nothing is prefetched.
+        max_reuse_distance: Parameters used again within so many elements stay gathered; 0 frees
+            them after each use, which is what the formulas say.
+        sub_group_size: Elements updated by one optimizer call.
+    """
+
+    name: ClassVar[str] = "zero3"
+    stage: ClassVar[int] = 3
+
+    persistence_threshold: int = 0
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 0
+    sub_group_size: int = 1_000_000_000
+
+    def _check_fields(self) -> None:
+        ZeRO._check_fields(self)
+        for name in ("persistence_threshold", "prefetch_bucket_size", "max_reuse_distance"):
+            self._check_count(name, minimum=0)
+        for name in ("max_live_parameters", "sub_group_size"):
+            self._check_count(name, minimum=1)
+
+    def _stage_config(self) -> dict[str, Any]:
+        return {
+            "stage3_param_persistence_threshold": self.persistence_threshold,
+            "stage3_prefetch_bucket_size": self.prefetch_bucket_size,
+            "stage3_max_live_parameters": self.max_live_parameters,
+            "stage3_max_reuse_distance": self.max_reuse_distance,
+            "sub_group_size": self.sub_group_size,
+        }
+
+
+def _load_deepspeed() -> Any:
+    """Import DeepSpeed on this process group, quietly and without its shared-memory op."""
+    global _last_world
+    import torch.distributed as dist
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if local_device().type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Ignored on import, DeepSpeed's logger would print a page per engine.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+    from deepspeed.utils import groups, logger
+
+    logger.setLevel(logging.WARNING)
+    # torch 2.13 renames collectives that DeepSpeed calls by their older names, in every step.
+    warnings.filterwarnings(
+        "ignore",
+        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+        FutureWarning,
+    )
+    # Only inference uses this op. Compiling it takes a minute and a C++ compiler, and a process
+    # that dies meanwhile leaves a lock on which every later run waits for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if _last_world is not None and _last_world is not dist.group.WORLD:
+        # DeepSpeed would go on with the groups of a world that is gone.
+        deepspeed.comm.comm.cdb = None
+        groups._release_process_group_references(group=None)
+    _last_world = dist.group.WORLD
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def engine_optimizer(engine: Any) -> Optimizer:
+    """Return a torch optimizer whose step is the engine's, so that schedulers work on it.
+
+    Collective: none.
+    """
+    import torch
+
+    class EngineOptimizer(torch.optim.Optimizer):
+        """The engine's optimizer: parameter groups and state are those of the torch one inside."""
+
+        def __init__(self) -> None:
+            self.engine = engine
+            self.defaults = self.inner.defaults
+
+        @property
+        def inner(self) -> torch.optim.Optimizer:
+            inner: torch.optim.Optimizer = self.engine.optimizer.optimizer
+            return inner
+
+        @property
+        def param_groups(self) -> list[dict[str, Any]]:
+            return self.inner.param_groups
+
+        @property
+        def state(self) -> Any:
+            return self.inner.state
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Update the weights and bring them to every rank.
+
+            Collective: every rank.
+            """
+            if closure is not None:
+                raise ValueError(
+                    "A ZeRO optimizer takes no closure, since the engine runs the backward pass "
+                    "once. Call step() without one."
+                )
+            self.engine.step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            """Drop the gradients of an update that was not made."""
+            drop_gradients(self.engine)
+
+    return EngineOptimizer()
+
+
+def drop_gradients(engine: Any) -> None:
+    """Forget what backward passes accumulated since the last update.
+
+    Collective: none.
+    """
+    zero = engine.optimizer
+    zero.zero_grad(set_to_none=True)
+    averaged = zero.averaged_gradients
+    if not any(averaged.values()):
+        return
+    for index in averaged:
+        averaged[index] = None
+    if hasattr(zero, "all_grad_tensors"):
+        for index in zero.all_grad_tensors:
+            zero.all_grad_tensors[index] = None
+    zero.micro_step_id = -1 if engine.zero_optimization_stage() < 3 else 0
+    zero._epilogue_ran_this_backward = False

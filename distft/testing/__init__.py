@@ -1,0 +1,14 @@
+"""What tests of distributed training need: real ranks, tiny models, checks for any strategy."""
+
+from distft.testing.models import TINY_MODELS, tiny_batches, tiny_config, tiny_model
+from distft.testing.pool import RanksFailed, RanksTimedOut, WorkerPool
+
+__all__ = [
+    "TINY_MODELS",
+    "RanksFailed",
+    "RanksTimedOut",
+    "WorkerPool",
+    "tiny_batches",
+    "tiny_config",
+    "tiny_model",
+]

@@ -1,0 +1,155 @@
+"""Which optimizers stay the same when their parameters are split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+OptimizerFactory = Callable[[Any], "Optimizer"]
+ParamGroup = Mapping[str, Any]
+
+# Their update of one number reads that number's own gradient and state alone, so a shard is
+# updated as it would be inside the whole tensor.
+ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "SGD"}
+)
+REFUSED = {
+    "Adafactor": "factors the second moment over the rows and columns of the whole matrix",
+    "LAMB": "scales by the norm of the whole tensor",
+    "LARS": "scales by the norm of the whole tensor",
+    "LBFGS": "keeps a history over all parameters at once",
+    "Lamb": "scales by the norm of the whole tensor",
+    "Muon": "orthogonalises whole matrices",
+    "SOAP": "rotates whole matrices",
+    "Shampoo": "preconditions whole matrices",
+    "SparseAdam": "reads sparse gradients, which no collective here reduces",
+}
+
+
+def check_factory(factory: Any) -> None:
+    """Raise unless calling ``factory`` on parameters makes an optimizer that sharding keeps.
+
+    The factory is tried on one number first, so that a wrong one is found before anything is
+    sharded.
+
+    Raises:
+        ValueError: It is an optimizer already, or not callable, or its optimizer is not on the list.
+
+    Collective: none.
+    """
+    import torch
+
+    if isinstance(factory, torch.optim.Optimizer):
+        name = type(factory).__name__
+        raise ValueError(
+            f"apply() got a {name} that was built before sharding, so it would hold tensors that "
+            f"the model no longer has. Pass how to build it, such as partial({name}, lr=1e-4)."
+        )
+    if not callable(factory):
+        raise ValueError(
+            f"apply() needs a function from parameters to an optimizer, and got {factory!r}. "
+            "Pass one such as partial(AdamW, lr=1e-4)."
+        )
+    trial = factory([torch.nn.Parameter(torch.zeros(1))])
+    name = type(trial).__name__
+    if name in ELEMENTWISE:
+        return
+    if not isinstance(trial, torch.optim.Optimizer):
+        raise ValueError(f"apply() needs a torch optimizer, and the function made a {name}.")
+    why = REFUSED.get(name, "has not been shown to give the same update on shards")
+    if name.endswith("8bit"):
+        why = "quantizes its state in blocks that sharding cuts elsewhere"
+    raise ValueError(
+        f"{name} {why}. Use one of the {len(ELEMENTWISE)} elementwise ones: "
+        f"{', '.join(sorted(ELEMENTWISE))}."
+    )
+
+
+def name_groups(
+    model: nn.Module, param_groups: Iterable[ParamGroup] | None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups with parameter names in place of tensors.
+
+    Sharding replaces tensors, so the groups must outlive them by name. Groups without a trainable
+    parameter are left out, since DeepSpeed drops them and numbers the rest anew.
+
+    Args:
+        model: The model before it is sharded.
+        param_groups: As torch optimizers take them; ``params`` may hold parameters or names. None
+            means one group of all trainable parameters.
+
+    Raises:
+        ValueError: A group has no ``params``, names a tensor that the model does not have, two
+            groups share one, or a trainable parameter is in none.
+
+    Collective: none.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError(
+            f"The model has {len(names)} parameters and 0 that require gradients. "
+            "Set requires_grad on those to train."
+        )
+    if param_groups is None:
+        return [{"params": trainable}]
+    groups, seen = [], set[str]()
+    for index, group in enumerate(param_groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f"param_groups[{index}] has no `params`. Pass dicts with `params`.")
+        entries = group["params"]
+        entries = [entries] if isinstance(entries, str) or hasattr(entries, "shape") else entries
+        members = [_name_of(entry, names, index) for entry in entries]
+        for name in members:
+            if name in seen:
+                raise ValueError(f"param_groups[{index}] repeats {name}. Give it one group.")
+            seen.add(name)
+        members = [name for name in members if name in set(trainable)]
+        if members:
+            groups.append({**group, "params": members})
+    missing = [name for name in trainable if name not in seen]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(trainable)} trainable parameters are in no group, such as "
+            f"{missing[0]}. Add them to a group, or set requires_grad=False."
+        )
+    return groups
+
+
+def _name_of(entry: Any, names: Mapping[int, str], index: int) -> str:
+    if isinstance(entry, tuple):
+        entry = entry[0]
+    name = entry if isinstance(entry, str) else names.get(id(entry))
+    if name is None or name not in names.values():
+        what = entry if isinstance(entry, str) else f"a tensor of shape {tuple(entry.shape)}"
+        raise ValueError(
+            f"param_groups[{index}] holds {what}, which is none of the model's {len(names)} "
+            "parameters. Take parameters or names from model.named_parameters()."
+        )
+    return name
+
+
+def build_optimizer(
+    factory: OptimizerFactory, parameters: Mapping[str, Tensor], groups: Sequence[ParamGroup]
+) -> Optimizer:
+    """Return the optimizer over sharded parameters, its groups as `name_groups` gave them.
+
+    Every group also keeps its parameters' names under ``param_names``.
+
+    Collective: none.
+    """
+    built = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [parameters[name] for name in group["params"]],
+        }
+        for group in groups
+    ]
+    optimizer = factory(built)
+    for group, named in zip(optimizer.param_groups, groups, strict=True):
+        group["param_names"] = list(named["params"])
+    return optimizer

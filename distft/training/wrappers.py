@@ -1,0 +1,32 @@
+"""Finding the Hugging Face model inside what `Strategy.apply` returned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the Hugging Face model inside a wrapped one; a model without a wrapper as it is.
+
+    Parameter names of the result carry no prefix under any strategy.
+
+    Collective: none.
+    """
+    from torch.nn import DataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    # The engine is known by name, so that a run without DeepSpeed never imports it.
+    while isinstance(model, DistributedDataParallel | DataParallel) or is_engine(model):
+        model = cast("nn.Module", model.module)
+    return model
+
+
+def is_engine(model: Any) -> bool:
+    """Return whether an object is a DeepSpeed engine.
+
+    Collective: none.
+    """
+    return any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__)
