@@ -1,0 +1,149 @@
+"""About two thousand chat examples that every machine already has: the standard library's docs.
+
+A question names a function, class or method; the answer is the beginning of its docstring. The
+modules are a fixed list of ones that do nothing on import (no printing, no browser, no thread).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distft.demo.errors import DemoError
+
+_MODULES = """
+    abc argparse array ast base64 bdb binascii bisect builtins bz2 calendar cmath cmd codecs
+    collections collections.abc configparser contextlib contextvars copy csv dataclasses datetime
+    decimal difflib dis doctest email.charset email.header email.headerregistry email.message
+    email.parser email.policy email.utils enum filecmp fileinput fnmatch fractions functools glob
+    graphlib gzip hashlib heapq hmac html html.parser http.client http.cookies inspect io ipaddress
+    itertools json json.decoder json.encoder linecache logging logging.handlers lzma math mimetypes
+    netrc numbers operator os os.path pathlib pickle pkgutil platform plistlib pprint pstats queue
+    quopri random re sched secrets selectors shelve shlex shutil signal socket socketserver
+    statistics string struct subprocess symtable sys tarfile tempfile textwrap threading time timeit
+    tokenize traceback tracemalloc types unicodedata unittest urllib.parse urllib.request uuid
+    warnings wave weakref xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipfile zlib
+""".split()
+
+# Modules that implement a public one under another name: their objects belong to the public one.
+_BACKING = {"posix", "nt", "posixpath", "ntpath", "genericpath"}
+
+_ASK_CALL = ("What does {name} do?", "Explain {name}.", "What is {name}() for?")
+_ASK_NOUN = ("What is {name}?", "Describe {name}.", "What does {name} stand for?")
+
+_SHORTEST, _LONGEST = 24, 280
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question about one documented name and its answer.
+
+    Attributes:
+        name: The documented name with its module, such as ``"textwrap.dedent"``.
+        question: One sentence that names it.
+        answer: The beginning of its docstring, at most 280 characters, cut after a sentence.
+    """
+
+    name: str
+    question: str
+    answer: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The example as a chat: one user message and one assistant message."""
+        return [
+            {"role": "user", "content": self.question},
+            {"role": "assistant", "content": self.answer},
+        ]
+
+
+def examples(count: int = 2000) -> list[Example]:
+    """Chat examples from the standard library's documentation, the same in every process.
+
+    They are spread evenly over all documented names, in the order of the module list; no answer
+    occurs twice.
+
+    Args:
+        count: How many to return. CPython 3.11 to 3.13 document over 3,000 names in these modules.
+
+    Raises:
+        DemoError: If fewer than ``count`` docstrings exist (``python -OO`` strips them).
+
+    Collective: none
+    """
+    found: dict[str, tuple[str, bool]] = {}
+    for name, is_call, docstring in _documented():
+        answer = _trim(docstring)
+        if answer and answer not in found:
+            found[answer] = (name, is_call)
+    if len(found) < count:
+        raise DemoError(
+            f"{count} documented names are needed, but the standard library shows {len(found)}. "
+            "Start Python without -OO and without PYTHONOPTIMIZE=2, which remove docstrings."
+        )
+    everything = list(found.items())
+    chosen = [everything[i * len(everything) // count] for i in range(count)]
+    return [_example(i, *item) for i, item in enumerate(chosen)]
+
+
+def _example(index: int, answer: str, named: tuple[str, bool]) -> Example:
+    name, is_call = named
+    asks = _ASK_CALL if is_call else _ASK_NOUN
+    return Example(name, asks[index % len(asks)].format(name=name), answer)
+
+
+def _documented() -> Iterator[tuple[str, bool, str]]:
+    """Yield (name, whether one calls it as a function, docstring) of all public names, in order."""
+    for module_name in _MODULES:
+        for name, member in _public(importlib.import_module(module_name)):
+            if not (inspect.isclass(member) or inspect.isroutine(member)):
+                continue
+            if not _belongs(member, module_name):
+                continue
+            path = f"{module_name}.{name}".removeprefix("builtins.")
+            if isinstance(member.__doc__, str):
+                yield path, inspect.isroutine(member), member.__doc__
+            if inspect.isclass(member):
+                for attribute, value in _public(member):
+                    is_call = inspect.isroutine(value) or isinstance(value, classmethod)
+                    if not is_call and not isinstance(value, property):
+                        continue
+                    if isinstance(value.__doc__, str):
+                        yield f"{path}.{attribute}", is_call, value.__doc__
+
+
+def _public(owner: object) -> list[tuple[str, object]]:
+    # vars() and not getattr(): no descriptor runs, no module-level __getattr__ warns.
+    return [(k, v) for k, v in sorted(vars(owner).items()) if not k.startswith("_")]
+
+
+def _belongs(member: object, module_name: str) -> bool:
+    """Whether ``member`` is documented by this module, not imported there from another one."""
+    home = str(getattr(member, "__module__", None) or module_name)
+    root = home.partition(".")[0]
+    return (
+        root.lstrip("_") == module_name.partition(".")[0]
+        or root in _BACKING
+        or root.startswith("_")
+        or root not in sys.stdlib_module_names
+    )
+
+
+def _trim(docstring: str) -> str:
+    """The first paragraphs of a docstring, at most ``_LONGEST`` characters; empty if too short."""
+    answer = ""
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
+        text = " ".join(paragraph.split())
+        joined = f"{answer} {text}".strip()
+        if len(joined) > _LONGEST:
+            # A first paragraph that is too long is cut after its last whole sentence.
+            cut = joined[:_LONGEST].rfind(". ")
+            return joined[: cut + 1] if cut >= _SHORTEST else answer
+        answer = joined
+        if len(answer) >= _LONGEST // 2:
+            break
+    return answer if len(answer) >= _SHORTEST else ""
