@@ -1,6 +1,8 @@
 """Costs in closed form: pure functions of the standard library, each with its source."""
 
 from distft.formulas.counts import expert_lora_params, lora_params
+from distft.formulas.deepspeed import zero_memory, zero_traffic
+from distft.formulas.fetch import FetchLimits, fetch_counts
 from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
 from distft.formulas.native import ddp_memory, ddp_traffic, sharded_memory, sharded_traffic
 from distft.formulas.reports import Collective, MemoryLine, MemoryReport, TrafficReport
@@ -15,6 +17,7 @@ from distft.formulas.traffic import (
 
 __all__ = [
     "Collective",
+    "FetchLimits",
     "MemoryLine",
     "MemoryReport",
     "TrafficReport",
@@ -23,6 +26,7 @@ __all__ = [
     "ddp_traffic",
     "expert_lora_params",
     "expert_parallel_bytes",
+    "fetch_counts",
     "lora_params",
     "lora_state_bytes",
     "model_state_bytes",
@@ -34,5 +38,7 @@ __all__ = [
     "sharded_traffic",
     "tensor_parallel_bytes",
     "training_flops",
+    "zero_memory",
+    "zero_traffic",
     "zero_traffic_bytes",
 ]

@@ -1,0 +1,251 @@
+"""What DeepSpeed 0.19 holds and sends under ZeRO-1, ZeRO-2 and ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distft.formulas._numbers import choice
+from distft.formulas.fetch import FetchLimits, fetch_counts
+from distft.formulas.memory import model_state_bytes
+from distft.formulas.native import MOMENTS, STEP_BYTES, control_traffic
+from distft.formulas.reports import (
+    ALWAYS,
+    Collective,
+    MemoryLine,
+    MemoryReport,
+    Parameter,
+    TrafficReport,
+)
+from distft.formulas.traffic import zero_traffic_bytes
+
+# Flat groups end at a multiple of this many elements per rank, so that the parts of bf16 weights
+# start at 4 bytes.
+ALIGNMENT = 2
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """Bytes per element of what the engine holds and sends."""
+
+    weight: int
+    gradient: int
+    master: int
+    moment: int
+    reduced: int
+
+
+# The master copy exists even where the weights are fp32 themselves.
+PRECISIONS = {
+    "fp32": EngineBytes(4, 4, 4, 4, 4),
+    "bf16-mixed": EngineBytes(2, 4, 4, 4, 4),
+    "bf16": EngineBytes(2, 2, 2, 2, 2),
+}
+
+
+def flat_numel(trained: int, ranks: int) -> int:
+    """Elements of the flat group of all trained parameters, padded to equal aligned parts.
+
+    Source: DeepSpeed 0.19 `stage_1_and_2.py`, `flatten_dense_tensors_aligned`.
+
+    Collective: none.
+
+    >>> flat_numel(23904, 3)
+    23904
+    >>> flat_numel(23905, 3)
+    23910
+    """
+    alignment = ALIGNMENT * ranks
+    return -(-trained // alignment) * alignment
+
+
+def part_numel(numel: int, ranks: int) -> int:
+    """Elements of one rank's part of one parameter under ZeRO-3: `ceil(n / N)`, padded.
+
+    Source: DeepSpeed 0.19 `partition_parameters.py`, `_partition_param`.
+
+    Collective: none.
+
+    >>> part_numel(32, 3)
+    11
+    """
+    return -(-numel // ranks)
+
+
+def zero_memory(
+    tensors: Sequence[Parameter],
+    ranks: int,
+    stage: int,
+    precision: str,
+    optimizer: str = "adamw",
+    limits: FetchLimits | None = None,
+) -> MemoryReport:
+    """Memory of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3, as it holds it after a backward pass.
+
+    Stages 1 and 2 keep one flat buffer of all trained weights, padded to `2 N` elements, and of
+    gradients, master weights and moments one N-th of it. Stage 3 cuts each parameter into
+    `ceil(n / N)` elements. A master copy exists even where weights are fp32. Stage 1 too keeps only
+    its part of the reduced gradients; the whole ones, which the paper counts, exist during the
+    backward pass.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5; DeepSpeed 0.19 `stage_1_and_2.py`,
+    `stage3.py`. Assumes: one parameter group.
+
+    Raises:
+        ValueError: The precision or the optimizer is unknown, or no parameter is trainable.
+
+    Collective: none.
+    """
+    sizes = PRECISIONS[choice("precision", precision, PRECISIONS)]
+    moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
+    trained = _trained(tensors)
+    frozen = sum(tensor.numel for tensor in tensors if not tensor.trainable)
+    buffers: list[tuple[str, tuple[str, ...], int]] = []
+    if stage == 3:
+        part = sum(part_numel(tensor.numel, ranks) for tensor in tensors if tensor.trainable)
+        held = sum(part_numel(tensor.numel, ranks) for tensor in tensors)
+        held += sum(tensor.numel for tensor in _persistent(tensors, limits))
+        largest = max(tensor.numel for tensor in tensors)
+        buffers.append(
+            ("gathered weights of a module", ("forward", "loss"), largest * sizes.weight)
+        )
+        buffers.append(
+            (
+                "gathered weights of a module and its whole gradient",
+                ("backward",),
+                largest * (sizes.weight + sizes.gradient),
+            )
+        )
+    else:
+        flat = flat_numel(trained, ranks)
+        part, held = flat // ranks, flat + frozen
+        if stage == 1:
+            buffers.append(("whole gradients", ("backward",), trained * sizes.gradient))
+    lines = [
+        ("weights", "parameters", ALWAYS, held * sizes.weight),
+        ("gradients, own part", "gradients", ("backward", "step"), part * sizes.gradient),
+        ("master weights, own part", "optimizer", ALWAYS, part * sizes.master),
+        ("moments, own part", "optimizer", ALWAYS, part * moments * sizes.moment),
+        ("step count", "optimizer", ALWAYS, STEP_BYTES if moments else 0),
+    ]
+    lines += [(name, "buffer", when, size) for name, when, size in buffers]
+    lines.append(("optimizer's temporary (foreach)", "buffer", ("step",), part * sizes.master))
+    state = model_state_bytes(
+        trained,
+        ranks,
+        stage,
+        sizes.weight,
+        sizes.gradient,
+        moments * sizes.moment + sizes.master,
+    )
+    return MemoryReport(
+        tuple(MemoryLine(name, kind, when, (size,) * ranks) for name, kind, when, size in lines),
+        state + model_state_bytes(frozen, ranks, stage, sizes.weight, 0, 0),
+        {1: "P (w + g) + P k / N", 2: "P w + P (g + k) / N", 3: "P (w + g + k) / N"}[stage],
+    )
+
+
+def zero_traffic(
+    tensors: Sequence[Parameter],
+    ranks: int,
+    stage: int,
+    precision: str,
+    grad_accum: int,
+    visits: Sequence[Sequence[int]] = (),
+    limits: FetchLimits | None = None,
+) -> TrafficReport:
+    """Traffic of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3 in its steady state.
+
+    Stages 1 and 2 reduce each part of the gradients to its owner, stage 1 once a step and stage 2
+    every micro-step, and gather the flat weights once a step. Stage 3 reduce-scatters gradients
+    padded to N equal parts, and gathers parameters as often as `fetch_counts` says.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 7; DeepSpeed 0.19. Assumes:
+    `use_multi_rank_bucket_allreduce` false, one parameter group.
+
+    Args:
+        tensors: Parameters.
+        ranks: Ranks N.
+        stage: 1, 2 or 3.
+        precision: Name of the precision.
+        grad_accum: Micro-steps of one step.
+        visits: Stage 3: for each module in the order of work, forward and backward, the indices of
+            its own parameters.
+        limits: Stage 3: the engine's limits; None is its defaults.
+
+    Raises:
+        ValueError: A count is below 1, the precision is unknown or no parameter is trainable.
+
+    Collective: none.
+    """
+    sizes = PRECISIONS[choice("precision", precision, PRECISIONS)]
+    trained = _trained(tensors)
+    axis = "dp_shard"
+    if stage == 3:
+        sent = _stage3_traffic(tensors, ranks, sizes, visits, limits or FetchLimits())
+    else:
+        per = "step" if stage == 1 else "micro_step"
+        flat = flat_numel(trained, ranks)
+        sent = [
+            Collective.of("reduce", axis, trained * sizes.reduced, ranks, per, "gradients"),
+            Collective.of("all_gather", axis, flat * sizes.weight, ranks, "step", "parameters"),
+        ]
+    sent += control_traffic(ranks, ((axis, ranks),))
+    return TrafficReport(
+        tuple(sent),
+        grad_accum,
+        zero_traffic_bytes(trained, ranks, stage, grad_accum, sizes.weight),
+        {
+            1: "2 P (N-1)/N a step",
+            2: "P (N-1)/N a micro-step + P (N-1)/N a step",
+            3: "3 P (N-1)/N a micro-step",
+        }[stage],
+    )
+
+
+def _stage3_traffic(
+    tensors: Sequence[Parameter],
+    ranks: int,
+    sizes: EngineBytes,
+    visits: Sequence[Sequence[int]],
+    limits: FetchLimits,
+) -> list[Collective]:
+    axis = "dp_shard"
+    padded = [ranks * part_numel(tensor.numel, ranks) for tensor in tensors]
+    counts = fetch_counts([tensor.numel for tensor in tensors], visits, limits)
+    gathered = sum(count * numel for count, numel in zip(counts, padded, strict=True))
+    reduced = sum(n for n, tensor in zip(padded, tensors, strict=True) if tensor.trainable)
+    kept = [ranks * part_numel(tensor.numel, ranks) for tensor in _persistent(tensors, limits)]
+    sent = [
+        Collective.of(
+            "all_gather", axis, gathered * sizes.weight, ranks, "micro_step", "parameters"
+        ),
+        Collective.of(
+            "reduce_scatter", axis, reduced * sizes.reduced, ranks, "micro_step", "gradients"
+        ),
+    ]
+    if kept:
+        sent.append(
+            Collective.of(
+                "all_gather", axis, sum(kept) * sizes.weight, ranks, "step", "persistent parameters"
+            )
+        )
+    # Stage 3 has no switch for its own norm, one fp64 beside ours.
+    sent.append(Collective.of("all_reduce", axis, 8, ranks, "step", "DeepSpeed's own norm"))
+    return sent
+
+
+def _trained(tensors: Sequence[Parameter]) -> int:
+    trained = sum(tensor.numel for tensor in tensors if tensor.trainable)
+    if not trained:
+        raise ValueError(
+            f"0 of {len(tensors)} parameters are trainable, so ZeRO has nothing to partition. "
+            "Set requires_grad on what should be trained."
+        )
+    return trained
+
+
+def _persistent(tensors: Sequence[Parameter], limits: FetchLimits | None) -> list[Parameter]:
+    """Return the parameters that stay whole on every rank beside their parts."""
+    threshold = (limits or FetchLimits()).persistence
+    return [tensor for tensor in tensors if tensor.numel <= threshold]

@@ -1,0 +1,125 @@
+"""How often DeepSpeed's stage 3 gathers each parameter in one micro-step.
+
+The engine records the order in which modules work and, from its third micro-step on, gathers ahead
+along that record. A parameter whose next use it passed while looking ahead stays gathered, so how
+often it is gathered depends on the sizes and the limits; nothing closed gives it. What follows
+replays the record.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """DeepSpeed's limits, all in elements.
+
+    Args:
+        prefetch: Gathered ahead at once (`stage3_prefetch_bucket_size`).
+        live: Gathered in all, beyond which nothing is gathered ahead (`max_live_parameters`).
+        reuse: A parameter used again within so many elements stays (`max_reuse_distance`).
+        persistence: Parameters up to this size stay whole (`param_persistence_threshold`).
+    """
+
+    prefetch: int = 50_000_000
+    live: int = 1_000_000_000
+    reuse: int = 0
+    persistence: int = 0
+
+
+def fetch_counts(
+    numels: Sequence[int], visits: Sequence[Sequence[int]], limits: FetchLimits
+) -> list[int]:
+    """Number of times that each parameter is gathered in one micro-step, in the steady state.
+
+    Source: DeepSpeed 0.19 `partitioned_param_coordinator.py`, `fetch_sub_module` and
+    `release_sub_module`.
+
+    Args:
+        numels: Elements of each parameter.
+        visits: For each module in the order of work, forward and then backward, the indices of
+            its own parameters.
+        limits: The engine's limits.
+
+    Collective: none.
+
+    >>> there_and_back = [[0], [1], [1], [0]]
+    >>> fetch_counts([4, 4], there_and_back, FetchLimits(prefetch=0))
+    [2, 2]
+    >>> fetch_counts([4, 4], there_and_back, FetchLimits(prefetch=100))
+    [1, 1]
+    """
+    replay = _Replay(numels, visits, limits)
+    for step, visit in enumerate(visits):
+        replay.fetch(step, visit)
+        replay.release(step, visit)
+    return replay.counts
+
+
+@dataclass
+class _Replay:
+    numels: Sequence[int]
+    visits: Sequence[Sequence[int]]
+    limits: FetchLimits
+    counts: list[int] = field(init=False)
+    whole: set[int] = field(init=False)
+    kept: frozenset[int] = field(init=False)
+    queue: deque[tuple[int, int]] = field(init=False)
+    passed: list[int] = field(init=False)
+    live: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * len(self.numels)
+        self.whole = {i for i, n in enumerate(self.numels) if n <= self.limits.persistence}
+        self.kept = frozenset(self.whole)
+        self.queue = deque(
+            (index, step) for step, visit in enumerate(self.visits) for index in sorted(visit)
+        )
+        # The last use of each parameter that the look-ahead has passed.
+        self.passed = [-1] * len(self.numels)
+
+    def fetch(self, step: int, visit: Sequence[int]) -> None:
+        """Gather what a module needs, then ahead what the limits allow."""
+        for index in visit:
+            self._gather(index)
+        waiting = {index for index in visit if self.passed[index] < step}
+        while self.queue and waiting:
+            index, use = self.queue.popleft()
+            self.passed[index] = use
+            waiting.discard(index)
+        budget = min(self.limits.live - self.live, self.limits.prefetch)
+        ahead: list[int] = []
+        gathered = 0
+        while self.queue and gathered < budget:
+            index, use = self.queue.popleft()
+            self.passed[index] = max(self.passed[index], use)
+            if index not in self.whole and index not in ahead:
+                ahead.append(index)
+                gathered += self.numels[index]
+        for index in ahead:
+            self._gather(index)
+
+    def release(self, step: int, visit: Sequence[int]) -> None:
+        """Free what a module used, unless a passed or a near use keeps it."""
+        near: set[int] = set()
+        distance = 0
+        for later in self.visits[step + 1 :]:
+            if distance >= self.limits.reuse:
+                break
+            near.update(later)
+            distance += sum(self.numels[index] for index in later)
+        for index in visit:
+            if index in self.kept or index in near or self.passed[index] > step:
+                continue
+            if index in self.whole:
+                self.whole.discard(index)
+                self.live -= self.numels[index]
+
+    def _gather(self, index: int) -> None:
+        if index not in self.whole:
+            self.counts[index] += 1
+            self.whole.add(index)
+            self.live += self.numels[index]
