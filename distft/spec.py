@@ -13,6 +13,7 @@ from typing import Any
 
 from distft.formulas._numbers import choice, whole
 from distft.formulas.architectures import Decoder
+from distft.formulas.visits import module_visits
 
 ROOT = ""
 
@@ -158,31 +159,15 @@ class ModelSpec:
     def module_visits(self, activation_checkpointing: bool = False) -> tuple[tuple[int, ...], ...]:
         """Return the modules in the order of work, forward and then backward.
 
-        Each entry holds the indices in `tensors` of a module's own parameters; a tied parameter
-        shows in each module that uses it. Inside a decoder layer the order is that of the
-        architectures `from_config` knows; other modules work in the order of registration. The
-        backward pass is the reverse; with activation checkpointing it runs each block again.
+        Each entry holds the indices in `tensors` of a module's own parameters, none for a module
+        of modules. Inside a decoder layer the order is that of the architectures `from_config`
+        knows; other modules work in the order of registration. The backward pass is the reverse,
+        outer modules still before inner ones; with activation checkpointing each block runs
+        forward again in it.
 
         Collective: none.
         """
-        forward = _forward_order(self)
-        if not activation_checkpointing:
-            visits = [module for _, module in forward]
-            return (*visits, *reversed(visits))
-        visits = [module for _, module in forward]
-        by_unit: list[tuple[str, list[tuple[int, ...]]]] = []
-        for unit, module in forward:
-            if not by_unit or by_unit[-1][0] != unit:
-                by_unit.append((unit, []))
-            by_unit[-1][1].append(module)
-        for unit, modules in reversed(by_unit):
-            if unit != ROOT:
-                # The last module's backward asks for its input, which starts the second forward.
-                visits += [modules[-1], *modules]
-                visits += reversed(modules[:-1])
-            else:
-                visits += reversed(modules)
-        return tuple(visits)
+        return module_visits(self.tensors, self.ties, activation_checkpointing)
 
     @cached_property
     def total_params(self) -> int:
@@ -303,47 +288,6 @@ def sharding_units(model: Any) -> tuple[str, ...]:
         # Of two lists of one size the outer one comes first, and max keeps the first.
         found = max(lists, key=lambda entry: entry[0])[2]
     return tuple(found)
-
-
-# Modules of a decoder layer in the order of work; registration has the norms last.
-_LAYER_ORDER = (
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.q_norm",
-    "self_attn.k_proj",
-    "self_attn.k_norm",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.gate",
-    "mlp.experts",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-
-
-def _forward_order(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Return unit and parameter indices of each module with parameters, in the order of work."""
-    modules: dict[tuple[str, str], list[int]] = {}
-    index_of = {tensor.name: index for index, tensor in enumerate(spec.tensors)}
-    uses = [(tensor.name, tensor.unit, index) for index, tensor in enumerate(spec.tensors)]
-    # What is tied stands where its own module does, which is behind all others for a head.
-    uses += [(other, ROOT, index_of[name]) for other, name in spec.ties]
-    for name, unit, index in uses:
-        modules.setdefault((unit, name.rpartition(".")[0]), []).append(index)
-
-    ordered: list[tuple[str, tuple[int, ...]]] = []
-    pending: list[tuple[int, tuple[int, ...]]] = []
-    keys = list(modules)
-    for position, (unit, module) in enumerate(keys):
-        inside = module.removeprefix(f"{unit}.")
-        rank = _LAYER_ORDER.index(inside) if unit and inside in _LAYER_ORDER else len(_LAYER_ORDER)
-        pending.append((rank, tuple(modules[unit, module])))
-        if position + 1 == len(keys) or keys[position + 1][0] != unit or unit == ROOT:
-            ordered += [(unit, own) for _, own in sorted(pending, key=lambda entry: entry[0])]
-            pending = []
-    return ordered
 
 
 def _config_values(config: Any) -> Mapping[str, Any]:

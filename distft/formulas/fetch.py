@@ -112,7 +112,7 @@ class _Replay:
             near.update(later)
             distance += sum(self.numels[index] for index in later)
         for index in visit:
-            if index in self.kept or index in near or self.passed[index] > step:
+            if index in self.kept or index in near or self.passed[index] > step + 1:
                 continue
             if index in self.whole:
                 self.whole.discard(index)

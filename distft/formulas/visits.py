@@ -1,0 +1,108 @@
+"""In which order the modules of a model work, told from the names of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Named(Protocol):
+    """A parameter with its name and the path of the block it belongs to."""
+
+    @property
+    def name(self) -> str:
+        """Name in `named_parameters()`."""
+
+    @property
+    def unit(self) -> str:
+        """Path of the block, or "" for none."""
+
+
+# What works in which order where registration differs, and modules without parameters that work
+# between them ("act_fn", "rotary_emb"), which DeepSpeed counts like any other.
+_ORDERS = (
+    ("embed_tokens", "rotary_emb", "layers", "norm"),
+    ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj"),
+    ("gate_proj", "act_fn", "up_proj", "down_proj"),
+    ("gate", "experts"),
+)
+_WITHOUT_PARAMETERS = {"act_fn": "gate_proj", "rotary_emb": "embed_tokens"}
+# Nothing that it returns has a gradient, so it does not show in the backward pass.
+_FORWARD_ONLY = "rotary_emb"
+
+
+@dataclass
+class _Module:
+    path: str
+    own: list[int] = field(default_factory=list)
+    children: dict[str, _Module] = field(default_factory=dict)
+
+    def child(self, name: str) -> _Module:
+        path = f"{self.path}.{name}" if self.path else name
+        return self.children.setdefault(name, _Module(path))
+
+    def ordered(self) -> list[_Module]:
+        """Return the children in the order of work."""
+        names = list(self.children)
+        for order in _ORDERS:
+            if len(names) > 1 and all(name in order for name in names):
+                present = [
+                    name
+                    for name in order
+                    if name in names or _WITHOUT_PARAMETERS.get(name) in names
+                ]
+                return [self.child(name) for name in present]
+        return list(self.children.values())
+
+    @property
+    def works(self) -> bool:
+        """Whether it is called: a list of blocks is not."""
+        return not (self.children and all(name.isdigit() for name in self.children))
+
+
+def module_visits(
+    tensors: Sequence[Named], ties: Sequence[tuple[str, str]], activation_checkpointing: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of each module's own parameters, in the order of work.
+
+    Collective: none.
+    """
+    root = _Module("")
+    index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
+    uses = list(index_of.items()) + [(other, index_of[name]) for other, name in ties]
+    for name, index in uses:
+        module = root
+        for part in name.split(".")[:-1]:
+            module = module.child(part)
+        module.own.append(index)
+    blocks = {tensor.unit for tensor in tensors} - {""} if activation_checkpointing else set()
+    visited = [*_forward(root), *_backward(root, blocks)]
+    return tuple(tuple(module.own) for module in visited)
+
+
+def _forward(module: _Module) -> Iterator[_Module]:
+    if module.works:
+        yield module
+    for child in module.ordered():
+        yield from _forward(child)
+
+
+def _backward(module: _Module, blocks: set[str]) -> Iterator[_Module]:
+    if module.path in blocks:
+        yield from _recomputed(module)
+        return
+    if module.works and not module.path.endswith(_FORWARD_ONLY):
+        yield module
+    for child in reversed(module.ordered()):
+        yield from _backward(child, blocks)
+
+
+def _recomputed(block: _Module) -> Iterator[_Module]:
+    """Yield a block's backward pass, whose first inner module asks for the second forward."""
+    backward = list(_backward(block, set()))
+    first = next(index for index, module in enumerate(backward) if module.own)
+    yield from backward[: first + 1]
+    yield from _forward(block)
+    yield from backward[first + 1 :]
