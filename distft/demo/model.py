@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """The configuration: 4 layers, width 256, tied embeddings, 3.3 million parameters.
+    """The configuration: 2 layers of width 256, tied embeddings, 2.2 million parameters.
 
     Collective: none
     """
@@ -18,13 +18,15 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=4,
+        intermediate_size=1024,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=True,
+        # 1 / sqrt(256): the usual 0.02 is for wide models and learns little in 80 steps.
+        initializer_range=0.0625,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

@@ -1,0 +1,169 @@
+"""The table at the end, with a line under it for every column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from distft.demo.data import Example
+from distft.demo.plan import TOLERANCE, Choice, Job
+from distft.demo.results import Result
+from distft.demo.training import COUNTED_STEP, Run
+from distft.spec import ModelSpec
+from distft.strategies.zero import ZeRO
+
+
+def print_opening(
+    console: Console,
+    alone: Job,
+    rows: Sequence[Example],
+    chosen: Sequence[Choice],
+    left_out: Sequence[str],
+) -> None:
+    """Say what is about to happen, and which strategies are left out.
+
+    Collective: none
+    """
+    calls = ", ".join(repr(choice.strategy) for choice in chosen)
+    console.print(
+        f"Fine-tuning one Qwen3 of {ModelSpec.from_config(alone.config).total_params:,} parameters "
+        f"on {len(rows):,} questions about the Python standard library, {alone.steps} steps of "
+        f"{alone.sizes.micro_batch * alone.sizes.micro_batches} rows: first in one process in "
+        f"plain torch, then under {calls}. The strategy is the only argument that changes.",
+        highlight=False,
+    )
+    for sentence in left_out:
+        console.print(f"[yellow]left out:[/] {sentence}", highlight=False)
+    if any(isinstance(choice.strategy, ZeRO) for choice in chosen):
+        console.print(
+            "[dim]DeepSpeed's shared-memory op stays off: only inference uses it, and no C++ "
+            "compiler is needed without it.[/]",
+            highlight=False,
+        )
+    console.print()
+
+
+def print_answers(console: Console, asked: Sequence[Example], results: Sequence[Result]) -> None:
+    """Print what a consolidated model answers, ZeRO-3's if it ran, and whether the others agree.
+
+    Collective: none
+    """
+    shown = next((result for result in results if result.name == "zero3"), results[-1])
+    console.print(
+        f"\nSaved under [bold]{shown.name}[/] on {shown.ranks} ranks, consolidated to safetensors, "
+        "loaded by AutoModelForCausalLM.from_pretrained, and asked:",
+        highlight=False,
+    )
+    for example in asked:
+        console.print(f"  [bold]{example.question}[/]", highlight=False)
+        console.print(
+            "    model:    ", shown.answers[example.question], highlight=False, markup=False
+        )
+        console.print("    docstring:", example.answer, highlight=False, markup=False, style="dim")
+    others = [result for result in results if result is not shown]
+    agreeing = sum(result.answers == shown.answers for result in others)
+    if others:
+        console.print(
+            f"The models consolidated from {agreeing} of the other {len(others)} runs answer word "
+            "for word the same.",
+            highlight=False,
+        )
+    console.print(
+        "[dim]It has seen each row about once and learned how docstrings sound, no facts.[/]",
+        highlight=False,
+    )
+
+
+def print_report(console: Console, reference: Run, results: Sequence[Result]) -> None:
+    """Print the table, what its columns mean, and what does not hold.
+
+    Collective: none
+    """
+    console.print()
+    console.print(_table(reference, results))
+    for name, meaning in _meanings(results):
+        console.print(f"[bold]{name:<9}[/] {meaning}", highlight=False, soft_wrap=False)
+    for result in results:
+        for miss in result.misses():
+            console.print(f"[yellow]formula off:[/] {miss}", highlight=False)
+        for fault in result.faults():
+            console.print(f"[bold red]FAILED[/] {fault}", highlight=False)
+
+
+def _table(reference: Run, results: Sequence[Result]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    heads = (
+        "strategy", "ranks", "final\nloss", "differ-\nence", "grad\nnorm", "MB held\nper rank",
+        "by the\nformula", "MB sent\nper step", "by the\nformula", "resume", "sec-\nonds",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(
+            head, justify="left" if head in ("strategy", "resume") else "right", no_wrap=True
+        )
+    table.add_row(
+        "one process", "1", f"{reference.losses[-1]:.4f}", "", f"{reference.grad_norms[-1]:.3f}",
+        "", "", "", "", "", f"{reference.seconds:.0f}", end_section=True,
+    )  # fmt: skip
+    for result in results:
+        good = result.difference <= TOLERANCE
+        table.add_row(
+            result.name,
+            str(result.ranks),
+            f"{result.losses[-1]:.4f}",
+            f"[{'green' if good else 'bold red'}]{result.difference:.0e}[/]",
+            f"{result.grad_norm:.3f}",
+            _megabytes(result.state.total),
+            _formula(result.state.total, result.state_formula),
+            "-" if result.wire is None else _megabytes(result.wire),
+            _formula(result.wire, result.wire_formula),
+            "[green]exact[/]" if result.resumed_equal else "[bold red]differs[/]",
+            f"{result.seconds:.0f}",
+        )
+    return table
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.3f}"
+
+
+def _formula(measured: float | None, formula: float) -> str:
+    style = "green" if measured == formula else "yellow"
+    return f"[{style}]{'= ' if measured == formula else ''}{_megabytes(formula)}[/]"
+
+
+def _meanings(results: Sequence[Result]) -> list[tuple[str, str]]:
+    steps = f"{results[0].resumed_steps} steps" if results else "steps"
+    from_step = results[0].resumed_from if results else 0
+    return [
+        ("loss", "mean cross-entropy of the last step, in nats per token of the answers"),
+        (
+            "differ.",
+            "largest difference of any step's loss from one process, as a part of that loss;\n"
+            f"          rounding of 32-bit numbers makes about 1e-07, the demo fails above "
+            f"{TOLERANCE:.0e}",
+        ),
+        ("norm", "length (2-norm) of the whole gradient in the last step, before clipping to 1"),
+        (
+            "MB held",
+            "megabytes (1,000,000 bytes) of weights, gradients and optimizer on the fullest rank,\n"
+            "          measured; beside it what strategy.memory() says; '=' is equal to the byte",
+        ),
+        (
+            "MB sent",
+            f"megabytes that one rank sends to others in one step (counted in step {COUNTED_STEP}, "
+            "ring\n          algorithm); beside it what strategy.traffic() says; '=' as above",
+        ),
+        (
+            "resume",
+            f"saved after step {from_step}, loaded into another model, {steps} made again:\n"
+            "          'exact' is every loss equal to the last bit",
+        ),
+        (
+            "seconds",
+            "wall time of the steps here, all ranks sharing this machine's cores: it says\n"
+            "          nothing about GPUs",
+        ),
+    ]
