@@ -13,6 +13,7 @@ from typing import Any
 
 from distft.formulas._numbers import choice, whole
 from distft.formulas.architectures import Decoder
+from distft.formulas.fetch import Visit
 from distft.formulas.visits import module_visits
 
 ROOT = ""
@@ -156,11 +157,11 @@ class ModelSpec:
         """Sharding units: the blocks in order, then the rest of the model."""
         return self._units
 
-    def module_visits(self, activation_checkpointing: bool = False) -> tuple[tuple[int, ...], ...]:
+    def module_visits(self, activation_checkpointing: bool = False) -> tuple[Visit, ...]:
         """Return the modules in the order of work, forward and then backward.
 
-        Each entry holds the indices in `tensors` of a module's own parameters, none for a module
-        of modules. Inside a decoder layer the order is that of the architectures `from_config`
+        A visit holds the indices in `tensors` of a module's own parameters, none for a module of
+        modules. Inside a decoder layer the order is that of the architectures `from_config`
         knows; other modules work in the order of registration. The backward pass is the reverse,
         outer modules still before inner ones; with activation checkpointing each block runs
         forward again in it.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distft.formulas._numbers import choice
-from distft.formulas.fetch import FetchLimits, fetch_counts
+from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import model_state_bytes
 from distft.formulas.native import MOMENTS, STEP_BYTES, control_traffic
 from distft.formulas.reports import (
@@ -151,7 +151,7 @@ def zero_traffic(
     stage: int,
     precision: str,
     grad_accum: int,
-    visits: Sequence[Sequence[int]] = (),
+    visits: Sequence[Visit] = (),
     limits: FetchLimits | None = None,
 ) -> TrafficReport:
     """Traffic of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3 in its steady state.
@@ -169,8 +169,7 @@ def zero_traffic(
         stage: 1, 2 or 3.
         precision: Name of the precision.
         grad_accum: Micro-steps of one step.
-        visits: Stage 3: for each module in the order of work, forward and backward, the indices of
-            its own parameters.
+        visits: Stage 3: the modules in the order of work, forward and then backward.
         limits: Stage 3: the engine's limits; None is its defaults.
 
     Raises:
@@ -190,6 +189,9 @@ def zero_traffic(
             Collective.of("reduce", axis, trained * sizes.reduced, ranks, per, "gradients"),
             Collective.of("all_gather", axis, flat * sizes.weight, ranks, "step", "parameters"),
         ]
+        if precision != "fp32":
+            # DeepSpeed looks for infinities only where the weights are bf16: one byte.
+            sent.append(Collective.of("all_reduce", axis, 1, ranks, "step", "overflow flag"))
     sent += control_traffic(ranks, ((axis, ranks),))
     return TrafficReport(
         tuple(sent),
@@ -207,7 +209,7 @@ def _stage3_traffic(
     tensors: Sequence[Parameter],
     ranks: int,
     sizes: EngineBytes,
-    visits: Sequence[Sequence[int]],
+    visits: Sequence[Visit],
     limits: FetchLimits,
 ) -> list[Collective]:
     axis = "dp_shard"

@@ -11,6 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Visit(NamedTuple):
+    """A module at work: the indices of its own parameters, and whether it frees them after."""
+
+    own: tuple[int, ...]
+    frees: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,7 @@ class FetchLimits:
     persistence: int = 0
 
 
-def fetch_counts(
-    numels: Sequence[int], visits: Sequence[Sequence[int]], limits: FetchLimits
-) -> list[int]:
+def fetch_counts(numels: Sequence[int], visits: Sequence[Visit], limits: FetchLimits) -> list[int]:
     """Number of times that each parameter is gathered in one micro-step, in the steady state.
 
     Source: DeepSpeed 0.19 `partitioned_param_coordinator.py`, `fetch_sub_module` and
@@ -40,13 +46,12 @@ def fetch_counts(
 
     Args:
         numels: Elements of each parameter.
-        visits: For each module in the order of work, forward and then backward, the indices of
-            its own parameters.
+        visits: The modules in the order of work, forward and then backward.
         limits: The engine's limits.
 
     Collective: none.
 
-    >>> there_and_back = [[0], [1], [1], [0]]
+    >>> there_and_back = [Visit((0,)), Visit((1,)), Visit((1,)), Visit((0,))]
     >>> fetch_counts([4, 4], there_and_back, FetchLimits(prefetch=0))
     [2, 2]
     >>> fetch_counts([4, 4], there_and_back, FetchLimits(prefetch=100))
@@ -54,15 +59,16 @@ def fetch_counts(
     """
     replay = _Replay(numels, visits, limits)
     for step, visit in enumerate(visits):
-        replay.fetch(step, visit)
-        replay.release(step, visit)
+        replay.fetch(step, visit.own)
+        if visit.frees:
+            replay.release(step, visit.own)
     return replay.counts
 
 
 @dataclass
 class _Replay:
     numels: Sequence[int]
-    visits: Sequence[Sequence[int]]
+    visits: Sequence[Visit]
     limits: FetchLimits
     counts: list[int] = field(init=False)
     whole: set[int] = field(init=False)
@@ -76,16 +82,16 @@ class _Replay:
         self.whole = {i for i, n in enumerate(self.numels) if n <= self.limits.persistence}
         self.kept = frozenset(self.whole)
         self.queue = deque(
-            (index, step) for step, visit in enumerate(self.visits) for index in sorted(visit)
+            (index, step) for step, visit in enumerate(self.visits) for index in sorted(visit.own)
         )
         # The last use of each parameter that the look-ahead has passed.
         self.passed = [-1] * len(self.numels)
 
-    def fetch(self, step: int, visit: Sequence[int]) -> None:
+    def fetch(self, step: int, own: Sequence[int]) -> None:
         """Gather what a module needs, then ahead what the limits allow."""
-        for index in visit:
+        for index in own:
             self._gather(index)
-        waiting = {index for index in visit if self.passed[index] < step}
+        waiting = {index for index in own if self.passed[index] < step}
         while self.queue and waiting:
             index, use = self.queue.popleft()
             self.passed[index] = use
@@ -102,16 +108,16 @@ class _Replay:
         for index in ahead:
             self._gather(index)
 
-    def release(self, step: int, visit: Sequence[int]) -> None:
+    def release(self, step: int, own: Sequence[int]) -> None:
         """Free what a module used, unless a passed or a near use keeps it."""
         near: set[int] = set()
         distance = 0
         for later in self.visits[step + 1 :]:
             if distance >= self.limits.reuse:
                 break
-            near.update(later)
-            distance += sum(self.numels[index] for index in later)
-        for index in visit:
+            near.update(later.own)
+            distance += sum(self.numels[index] for index in later.own)
+        for index in own:
             if index in self.kept or index in near or self.passed[index] > step + 1:
                 continue
             if index in self.whole:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from distft.formulas.fetch import Visit
+
 
 class Named(Protocol):
     """A parameter with its name and the path of the block it belongs to."""
@@ -64,8 +66,8 @@ class _Module:
 
 def module_visits(
     tensors: Sequence[Named], ties: Sequence[tuple[str, str]], activation_checkpointing: bool
-) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of each module's own parameters, in the order of work.
+) -> tuple[Visit, ...]:
+    """Return the modules in the order of work, forward and then backward.
 
     Collective: none.
     """
@@ -78,31 +80,35 @@ def module_visits(
             module = module.child(part)
         module.own.append(index)
     blocks = {tensor.unit for tensor in tensors} - {""} if activation_checkpointing else set()
-    visited = [*_forward(root), *_backward(root, blocks)]
-    return tuple(tuple(module.own) for module in visited)
+    return (*_forward(root), *_backward(root, blocks))
 
 
-def _forward(module: _Module) -> Iterator[_Module]:
+def _forward(module: _Module) -> Iterator[Visit]:
     if module.works:
-        yield module
+        yield Visit(tuple(module.own))
     for child in module.ordered():
         yield from _forward(child)
 
 
-def _backward(module: _Module, blocks: set[str]) -> Iterator[_Module]:
+def _backward(module: _Module, blocks: set[str]) -> Iterator[Visit]:
     if module.path in blocks:
         yield from _recomputed(module)
         return
     if module.works and not module.path.endswith(_FORWARD_ONLY):
-        yield module
+        yield Visit(tuple(module.own))
     for child in reversed(module.ordered()):
         yield from _backward(child, blocks)
 
 
-def _recomputed(block: _Module) -> Iterator[_Module]:
-    """Yield a block's backward pass, whose first inner module asks for the second forward."""
+def _recomputed(block: _Module) -> Iterator[Visit]:
+    """Yield a block's backward pass with the forward pass inside.
+
+    The first module that needs its input asks for the forward pass, and holds its parameters
+    meanwhile. The forward pass ends inside the same module, once that input is there.
+    """
     backward = list(_backward(block, set()))
-    first = next(index for index, module in enumerate(backward) if module.own)
-    yield from backward[: first + 1]
+    first = next(index for index, visit in enumerate(backward) if visit.own)
+    yield from backward[:first]
+    yield Visit(backward[first].own, frees=False)
     yield from _forward(block)
     yield from backward[first + 1 :]
