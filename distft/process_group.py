@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +196,20 @@ def raise_together(error: BaseException | None) -> None:
                 raise error
             kind = ValueError if is_value_error else RuntimeError
             raise kind(text if text == (mine or (0, ""))[1] else f"{text} (on rank {rank})")
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Run a block on every rank; where it raises on one rank, raise that error on all.
+
+    Collective: every rank.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    raise_together(error)
 
 
 def _describe(error: BaseException) -> str:

@@ -116,4 +116,4 @@ def _recording_mode(found: CollectiveRecords) -> TorchDispatchMode:
                     return int(group.size())
         return 0
 
-    return Recorder()
+    return Recorder()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distft.training.wrappers import is_engine, unwrap
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
 
@@ -39,9 +39,7 @@ def model_state_bytes(model: nn.Module, optimizer: Optimizer) -> ModelStateBytes
     seen: set[tuple[int, int]] = set()
     parameters = _count(_parameter_tensors(model), seen)
     gradients = _count(_gradient_tensors(model), seen)
-    states: list[Any] = [
-        value for state in optimizer.state.values() for value in state.values()
-    ]
+    states: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
     masters = _master_tensors(model)
     return ModelStateBytes(parameters, gradients, _count([*masters, *states], seen))
 
@@ -63,8 +61,8 @@ def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
     return total
 
 
-def _parameter_tensors(model: Any) -> list[Tensor]:
-    parameters = list(unwrap(model).parameters())
+def _parameter_tensors(model: Any) -> list[Any]:
+    parameters: list[Any] = list(unwrap(model).parameters())
     if not is_engine(model):
         return parameters
     if model.zero_optimization_stage() == 3:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distft.mesh import Mesh
-from distft.process_group import base_seed, group_rank, group_size, raise_together, seed_everything
+from distft.process_group import (
+    base_seed,
+    group_rank,
+    group_size,
+    rendezvous,
+    seed_everything,
+    together,
+)
+from distft.strategies.guards import (
+    check_same_model,
+    check_undistributed,
+    enable_checkpointing,
+)
+from distft.strategies.precision import cast_parameters
 from distft.training.clip import GradientShards, check_max_norm, global_norm, scale_gradients
 from distft.training.data import Batches, Collate
 from distft.training.loss import Batch, count_next_tokens
@@ -27,14 +40,12 @@ from distft.training.step import (
     count_over_ranks,
     run_step,
 )
-from distft.training.wrappers import is_engine, unwrap
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from distft.checkpoint.folder import Manifest
     from distft.checkpoint.load import LoadedState
     from distft.formulas import MemoryReport, TrafficReport
     from distft.spec import ModelSpec, Workload
@@ -60,6 +71,7 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    layout: ClassVar[str]
 
     precision: str = "fp32"
     activation_checkpointing: bool = False
@@ -159,9 +171,11 @@ class Strategy(ABC):
         check_undistributed(model)
         check_factory(optimizer)
         groups = name_groups(model, param_groups)
-        _check_same_model(model)
+        check_same_model(model)
+        # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
+        cast_parameters(model, "bfloat16" if self.precision == "bf16" else "float32")
         if self.activation_checkpointing:
-            _enable_checkpointing(model)
+            enable_checkpointing(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
         seed_everything(base_seed() + self.dp_rank)
         return wrapped, built
@@ -330,7 +344,7 @@ class Strategy(ABC):
             extra: Plain JSON values of your own.
 
         Raises:
-            ValueError: ``path`` holds a complete checkpoint or other files, or ``extra`` is no JSON.
+            ValueError: ``path`` holds a complete checkpoint or other files; ``extra`` is no JSON.
             RuntimeError: Not every rank called, the file system is not shared, or writing failed.
 
         Collective: every rank.
@@ -371,6 +385,25 @@ class Strategy(ABC):
         from distft.checkpoint.load import load_checkpoint
 
         return load_checkpoint(self, path, model, optimizer, scheduler=scheduler, data=data)
+
+    def consolidate(self, path: str | Path, out: str | Path, **options: Any) -> Path:
+        """Turn a checkpoint into one that ``from_pretrained`` reads; see `distft.consolidate`.
+
+        Rank 0 works and the others wait.
+
+        Raises:
+            ValueError: As `distft.consolidate`.
+            RuntimeError: Not every rank called.
+
+        Collective: every rank.
+        """
+        from distft.checkpoint.consolidation import consolidate
+
+        rendezvous("Strategy.consolidate")
+        with together():
+            if group_rank() == 0:
+                consolidate(path, out, **options)
+        return Path(out)
 
     # ---- costs ------------------------------------------------------------------------------
 
@@ -434,78 +467,23 @@ class Strategy(ABC):
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         """Return the bytes on the wire by collective."""
 
+    @abstractmethod
+    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        """Write weights and optimizer state into a folder; every rank calls."""
+
+    @abstractmethod
+    def _read_state(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        scalars: Mapping[str, Mapping[str, Any]],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        """Read what `_write_state` of a strategy with the same layout wrote."""
+
     def _check_fields(self) -> None:
         """Raise ValueError where a field of this strategy is wrong; the default has no more."""
 
     def _check_installed(self) -> None:
         """Raise RuntimeError where a package is missing; the default needs none."""
-
-
-def check_undistributed(model: Any) -> None:
-    """Raise where a model cannot be spread: distributed already, empty, or without values.
-
-    Raises:
-        ValueError: What it is, and what to pass instead.
-
-    Collective: none.
-    """
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"apply() needs a torch module, and got {type(model).__name__}.")
-    parameters = list(model.named_parameters())
-    found = ""
-    if unwrap(model) is not model:
-        found = "a DeepSpeed engine" if is_engine(model) else f"nn.{type(model).__name__}"
-        found = f"wrapped in {found}"
-    elif isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for _, p in parameters):
-        sharded = sum(isinstance(p, DTensor) for _, p in parameters)
-        found = f"sharded already ({sharded} of {len(parameters)} parameters are DTensors)"
-    elif any(hasattr(p, "ds_id") for _, p in parameters):
-        found = "partitioned by DeepSpeed already"
-    if found:
-        raise ValueError(
-            f"apply() got a model that is {found}. Pass the plain model, as from_pretrained made it."
-        )
-    empty = [name for name, p in parameters if p.is_meta]
-    if empty:
-        raise ValueError(
-            f"{len(empty)} of {len(parameters)} parameters are on the meta device and have no "
-            f"values, such as {empty[0]}. Load the weights before apply()."
-        )
-
-
-def _check_same_model(model: nn.Module) -> None:
-    """Raise on every rank where ranks hold models of different names, shapes or dtypes."""
-    import torch.distributed as dist
-
-    if dist.get_world_size() == 1:
-        return
-    text = "\n".join(
-        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
-        for name, p in model.named_parameters()
-    )
-    mine = (hashlib.sha256(text.encode()).hexdigest(), sum(p.numel() for p in model.parameters()))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    wrong = [rank for rank, other in enumerate(everyone) if other[0] != everyone[0][0]]
-    error = None
-    if wrong:
-        error = ValueError(
-            f"Rank 0 has a model of {everyone[0][1]} parameters, and rank {wrong[0]} another one "
-            f"of {everyone[wrong[0]][1]}. Build the same model on every rank."
-        )
-    raise_together(error)
-
-
-def _enable_checkpointing(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ValueError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(). "
-            "Use activation_checkpointing=False for it."
-        )
-    # The non-reentrant form keeps names, hooks and the dropout's random state.
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from distft.checkpoint.folder import DCP
 from distft.formulas import MemoryReport, TrafficReport, ddp_memory, ddp_traffic
 from distft.mesh import Mesh
 from distft.process_group import local_device
 from distft.strategies.base import Strategy
-from distft.strategies.precision import autocast_forward, cast_parameters
+from distft.strategies.precision import autocast_forward
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
+    from distft.checkpoint.folder import Manifest
     from distft.spec import ModelSpec, Workload
 
 
@@ -32,6 +35,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    layout: ClassVar[str] = DCP
 
     def _mesh(self, num_ranks: int) -> Mesh:
         return Mesh(dp_replicate=num_ranks)
@@ -47,22 +51,21 @@ class DDP(Strategy):
 
         device = local_device()
         model.to(device)
-        if self.precision == "bf16":
-            cast_parameters(model, "bfloat16")
         if self.precision == "bf16-mixed":
             autocast_forward(model)
+        no_sync_of_buffers: dict[str, Any] = _no_buffer_traffic()
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live inside the buckets, which saves a copy of them all.
             gradient_as_bucket_view=True,
-            **_no_buffer_traffic(),
+            **no_sync_of_buffers,
         )
         return wrapped, build_optimizer(optimizer, dict(model.named_parameters()), groups)
 
     def _backward(self, loss: Tensor) -> None:
         # DistributedDataParallel divides by the number of ranks; a sum is wanted.
-        (loss * self.dp_size).backward()  # type: ignore[no-untyped-call]
+        (loss * self.dp_size).backward()
 
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         return [GradientShards([p.grad for p in model.parameters() if p.grad is not None])]
@@ -71,6 +74,23 @@ class DDP(Strategy):
     def _no_sync(self, model: nn.Module) -> Iterator[None]:
         with cast("DistributedDataParallel", model).no_sync():
             yield
+
+    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        from distft.checkpoint.dcp import write_dcp
+
+        write_dcp(folder, model, optimizer)
+
+    def _read_state(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        scalars: Mapping[str, Mapping[str, Any]],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        from distft.checkpoint.dcp import read_dcp
+
+        read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         return ddp_memory(spec.tensors, mesh.num_ranks, self.precision, load.optimizer)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distft.checkpoint.folder import DCP
 from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
 from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.process_group import local_device
 from distft.strategies.base import Strategy
-from distft.strategies.precision import cast_parameters
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.units import sharding_units
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from distft.checkpoint.folder import Manifest
     from distft.spec import ModelSpec, Workload
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sharded(Strategy):
     """What FSDP2 and HSDP share: ``fully_shard`` on a mesh of one or two axes."""
+
+    layout: ClassVar[str] = DCP
 
     reshard_after_forward: bool = True
     defer_reduce: bool = False
@@ -43,8 +47,6 @@ class Sharded(Strategy):
 
         device = local_device()
         model.to(device)
-        if self.precision == "bf16":
-            cast_parameters(model, "bfloat16")
         _copy_from_rank0(model)
         policy: dict[str, Any] = {
             "mesh": self._device_mesh(mesh, device.type),
@@ -65,16 +67,14 @@ class Sharded(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {axis: getattr(mesh, axis) for axis in self._mesh_axes()}
-        return init_device_mesh(
-            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-        )
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @abstractmethod
     def _mesh_axes(self) -> tuple[str, ...]:
         """Return the names of the axes that ``fully_shard`` gets, outer first."""
 
     def _backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         from torch.distributed.tensor import DTensor
@@ -99,6 +99,23 @@ class Sharded(Strategy):
         finally:
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
+
+    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        from distft.checkpoint.dcp import write_dcp
+
+        write_dcp(folder, model, optimizer)
+
+    def _read_state(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        scalars: Mapping[str, Mapping[str, Any]],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        from distft.checkpoint.dcp import read_dcp
+
+        read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         return sharded_memory(

@@ -6,11 +6,15 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distft.checkpoint.folder import DEEPSPEED
+from distft.checkpoint.pickles import refuse_code
+from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memory, zero_traffic
 from distft.mesh import Mesh
 from distft.process_group import local_device
 from distft.strategies.base import Strategy
@@ -20,6 +24,12 @@ from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optim
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from distft.checkpoint.folder import Manifest
+    from distft.spec import ModelSpec, Workload
+
+# The folder inside ``deepspeed/`` that its engine calls a tag.
+TAG = "state"
 
 _last_world: Any = None
 
@@ -35,6 +45,7 @@ class ZeRO(Strategy):
     """
 
     stage: ClassVar[int]
+    layout: ClassVar[str] = DEEPSPEED
 
     reduce_bucket_size: int = 500_000_000
     allgather_bucket_size: int = 500_000_000
@@ -124,7 +135,7 @@ class ZeRO(Strategy):
     def _backward(self, loss: Tensor) -> None:
         # The engine divides by the number of ranks; a sum is wanted. It hooks the outputs of the
         # forward pass, so a plain backward drives it.
-        (loss * self.dp_size).backward()  # type: ignore[no-untyped-call]
+        (loss * self.dp_size).backward()
 
     def _gradients(self, model: Any) -> Sequence[GradientShards]:
         import torch.distributed as dist
@@ -140,6 +151,53 @@ class ZeRO(Strategy):
             yield
         finally:
             model.set_gradient_accumulation_boundary(True)
+
+    def _write_state(self, folder: Path, model: Any, optimizer: Optimizer) -> None:
+        model.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+    def _read_state(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        scalars: Mapping[str, Mapping[str, Any]],
+        model: Any,
+        optimizer: Optimizer,
+    ) -> None:
+        # The engine unpickles these files with nothing switched off.
+        for file in sorted((folder / TAG).glob("*.pt")):
+            refuse_code(file)
+        loaded, _ = model.load_checkpoint(
+            str(folder), tag=TAG, load_optimizer_states=True, load_lr_scheduler_states=False
+        )
+        if loaded is None:
+            raise ValueError(
+                f"DeepSpeed found no state of {self!r} in {folder}. Use another checkpoint."
+            )
+
+    def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
+        return zero_memory(
+            spec.tensors,
+            mesh.num_ranks,
+            self.stage,
+            self.precision,
+            load.optimizer,
+            self._fetch_limits(),
+        )
+
+    def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
+        return zero_traffic(
+            spec.tensors,
+            mesh.num_ranks,
+            self.stage,
+            self.precision,
+            load.grad_accum,
+            spec.module_visits(self.activation_checkpointing),
+            self._fetch_limits(),
+        )
+
+    def _fetch_limits(self) -> FetchLimits:
+        """Return what bounds the gathering of weights; stages 1 and 2 gather none."""
+        return FetchLimits()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -208,6 +266,14 @@ class ZeRO3(ZeRO):
             "sub_group_size": self.sub_group_size,
         }
 
+    def _fetch_limits(self) -> FetchLimits:
+        return FetchLimits(
+            prefetch=self.prefetch_bucket_size,
+            live=self.max_live_parameters,
+            reuse=self.max_reuse_distance,
+            persistence=self.persistence_threshold,
+        )
+
 
 def _load_deepspeed() -> Any:
     """Import DeepSpeed on this process group, quietly and without its shared-memory op."""
@@ -260,13 +326,9 @@ def engine_optimizer(engine: Any) -> Optimizer:
             inner: torch.optim.Optimizer = self.engine.optimizer.optimizer
             return inner
 
-        @property
-        def param_groups(self) -> list[dict[str, Any]]:
-            return self.inner.param_groups
-
-        @property
-        def state(self) -> Any:
-            return self.inner.state
+        # Properties where torch has attributes: the engine may replace what they return.
+        param_groups = property(lambda self: self.inner.param_groups)
+        state = property(lambda self: self.inner.state)
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Update the weights and bring them to every rank.

@@ -77,7 +77,9 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return cast("PreTrainedModel", model)
 
 
-def tiny_batches(loss_tokens: Sequence[int], length: int = 16, seed: int = 1) -> list[dict[str, Tensor]]:
+def tiny_batches(
+    loss_tokens: Sequence[int], length: int = 16, seed: int = 1
+) -> list[dict[str, Tensor]]:
     """Return one batch of one row for each number of loss tokens; other labels are -100.
 
     Collective: none.

@@ -137,7 +137,14 @@ class WorkerPool:
             stack_file = self._stack_file(rank)
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world_size, str(store), str(stack_file), theirs, self._environment()),
+                args=(
+                    rank,
+                    self.world_size,
+                    str(store),
+                    str(stack_file),
+                    theirs,
+                    self._environment(),
+                ),
                 daemon=True,
             )
             process.start()
@@ -225,7 +232,7 @@ def _serve(
 
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
         while True:
             try:

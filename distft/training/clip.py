@@ -60,9 +60,7 @@ def global_norm(parts: Sequence[GradientShards], device: Any) -> Tensor:
     return total.sqrt()
 
 
-def scale_gradients(
-    parts: Sequence[GradientShards], norm: Tensor, max_norm: float | None
-) -> None:
+def scale_gradients(parts: Sequence[GradientShards], norm: Tensor, max_norm: float | None) -> None:
     """Multiply every gradient in place by ``min(1, max_norm / (norm + 1e-6))``.
 
     The same rule as ``torch.nn.utils.clip_grad_norm_``. Without a bound nothing is touched.

@@ -37,7 +37,7 @@ def check_factory(factory: Any) -> None:
     sharded.
 
     Raises:
-        ValueError: It is an optimizer already, or not callable, or its optimizer is not on the list.
+        ValueError: It is an optimizer already, not callable, or its optimizer is not on the list.
 
     Collective: none.
     """

@@ -227,9 +227,7 @@ def run_step(
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
     on_device = torch.stack([sums[0], sums[1], norm.double(), 1.0 - applied.double()])
-    return StepResult(
-        window.num_loss_tokens, window.num_tokens, on_device, has_router_loss(model)
-    )
+    return StepResult(window.num_loss_tokens, window.num_tokens, on_device, has_router_loss(model))
 
 
 def _share_of_loss(

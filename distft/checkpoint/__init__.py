@@ -1,0 +1,1 @@
+"""Saving, loading and consolidating: one folder, complete or not there."""

@@ -1,0 +1,199 @@
+"""State in torch's distributed checkpoint format: every rank writes and reads its own shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distft.checkpoint.pickles import refuse_code
+from distft.training.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.optim import Optimizer
+
+MODEL, OPTIMIZER = "model", "optimizer"
+METADATA = ".metadata"
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, a tied tensor under its first name only.
+
+    Collective: none.
+    """
+    inner = unwrap(model)
+    persistent = inner.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in inner.named_buffers() if name in persistent}
+    return {**dict(inner.named_parameters()), **buffers}
+
+
+def optimizer_state_names(model: nn.Module, optimizer: Optimizer) -> dict[str, list[str]]:
+    """Return the names of the state tensors of every parameter that has any.
+
+    Collective: none.
+    """
+    state = _state_by_name(model, optimizer)
+    return {
+        name: [key for key, value in values.items() if hasattr(value, "shape")]
+        for name, values in state.items()
+    }
+
+
+def optimizer_scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the plain numbers in the optimizer's state, by parameter.
+
+    Collective: none.
+    """
+    state = _state_by_name(model, optimizer)
+    return {
+        name: {key: value for key, value in values.items() if not hasattr(value, "shape")}
+        for name, values in state.items()
+    }
+
+
+def _state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    return {
+        name: optimizer.state[parameter]
+        for name, parameter in unwrap(model).named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def write_dcp(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write this rank's shards of weights and optimizer state; a replica is written once.
+
+    Collective: every rank.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    state: dict[str, Any] = {
+        f"{MODEL}.{name}": tensor.detach() for name, tensor in named_tensors(model).items()
+    }
+    for name, values in _state_by_name(model, optimizer).items():
+        for key, value in values.items():
+            if hasattr(value, "shape"):
+                state[f"{OPTIMIZER}.{name}.{key}"] = value
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+
+
+def safe_reader(folder: Path) -> FileSystemReader:
+    """Return torch's reader of a folder whose metadata has been found to run no code.
+
+    Raises:
+        ValueError: ``.metadata`` is missing, broken, or names more than metadata needs.
+
+    Collective: none.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    metadata = folder / METADATA
+    if not metadata.is_file():
+        raise ValueError(
+            f"{METADATA} is missing: searched {folder}. "
+            "Without it nobody knows what the files hold; use another checkpoint."
+        )
+    refuse_code(metadata)
+    return FileSystemReader(folder)
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return shape and dtype of every tensor in a folder.
+
+    Raises:
+        ValueError: The metadata is unusable, or an item is no tensor: reading it would unpickle.
+
+    Collective: none.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    items = safe_reader(folder).read_metadata().state_dict_metadata
+    strange = [name for name, item in items.items() if not isinstance(item, TensorStorageMetadata)]
+    if strange:
+        raise ValueError(
+            f"{len(strange)} of {len(items)} items in {folder} are no tensors, such as "
+            f"{strange[0]}. A checkpoint of distft holds tensors only; use another one."
+        )
+    return {
+        name: (tuple(item.size), item.properties.dtype)  # type: ignore[union-attr]
+        for name, item in items.items()
+    }
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return whole tensors by name, read in this process alone.
+
+    Raises:
+        ValueError: The metadata is unusable, or a name is not there.
+
+    Collective: none.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    shapes = read_shapes(folder)
+    absent = [name for name in names if name not in shapes]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} of {len(names)} tensors are missing in {folder}, such as {absent[0]}. "
+            "Use another checkpoint."
+        )
+    found: dict[str, Any] = {
+        name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names
+    }
+    with warnings.catch_warnings():
+        # One process is what is wanted; torch warns that it is so.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(found, storage_reader=safe_reader(folder), no_dist=True)
+    return found
+
+
+def read_dcp(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_names: Mapping[str, Sequence[str]],
+    scalars: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Read this rank's shards into a model and an optimizer, whatever mesh wrote the folder.
+
+    State tensors are made from the metadata, not by a trial step, which would count as one.
+
+    Collective: every rank.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    shapes = read_shapes(folder)
+    targets: dict[str, Any] = {
+        f"{MODEL}.{name}": tensor.detach() for name, tensor in named_tensors(model).items()
+    }
+    states: dict[str, dict[str, Any]] = {}
+    parameters = dict(unwrap(model).named_parameters())
+    for name, keys in state_names.items():
+        states[name] = dict(scalars.get(name, {}))
+        for key in keys:
+            full_name = f"{OPTIMIZER}.{name}.{key}"
+            shape, dtype = shapes[full_name]
+            like = parameters[name].detach()
+            same = shape == tuple(like.shape)
+            made = torch.zeros_like(like, dtype=dtype) if same else torch.zeros(shape, dtype=dtype)
+            states[name][key] = targets[full_name] = made
+    dcp.load(targets, storage_reader=safe_reader(folder))
+    _set_optimizer_state(optimizer, parameters, states)
+
+
+def _set_optimizer_state(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]
+) -> None:
+    """Hand the state over through torch's own loading, which knows where each tensor belongs."""
+    current = optimizer.state_dict()
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    state = {}
+    for group, indices in zip(optimizer.param_groups, current["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], indices["params"], strict=True):
+            if names[id(parameter)] in states:
+                state[index] = states[names[id(parameter)]]
+    optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})

@@ -1,0 +1,186 @@
+"""The folder of a checkpoint: its manifest, and finding one."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "distft.json"
+FORMAT_VERSION = 1
+DCP, DEEPSPEED = "dcp", "deepspeed"
+LAYOUTS = (DCP, DEEPSPEED)
+STATE_FILE = "state.pt"
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """Size in bytes and CRC-32 of one file of a checkpoint."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``distft.json`` says of a checkpoint; it is written last.
+
+    Attributes:
+        step: Optimizer steps made.
+        strategy: Name of the strategy that wrote it, and `repr` of its constructor.
+        layout: Which folder holds the state: ``dcp`` or ``deepspeed``.
+        mesh: Size of each axis.
+        files: Every other file of the folder by its relative path.
+        tensors: Shape and dtype of each parameter and persistent buffer by name.
+        ties: Names that share another name's tensor.
+        trainable: Names of the parameters that were trained.
+        dtype: Dtype of the trained weights as the optimizer holds them.
+        optimizer: Class name of the optimizer.
+        optimizer_state: Names of the state tensors of each parameter (dcp alone).
+        versions: Versions of the packages that wrote it.
+        extra: The caller's own values.
+    """
+
+    step: int
+    strategy: Mapping[str, str]
+    layout: str
+    mesh: Mapping[str, int]
+    files: Mapping[str, SavedFile]
+    tensors: Mapping[str, Mapping[str, Any]]
+    ties: Mapping[str, str]
+    trainable: Sequence[str]
+    dtype: str
+    optimizer: str
+    optimizer_state: Mapping[str, Sequence[str]]
+    versions: Mapping[str, str]
+    extra: Mapping[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that wrote it."""
+        size = 1
+        for ranks in self.mesh.values():
+            size *= ranks
+        return size
+
+    def to_json(self) -> str:
+        """Return the text of ``distft.json``."""
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1)
+
+
+def describe_file(path: Path) -> SavedFile:
+    """Return size and CRC-32 of a file, read in pieces of 4 MiB.
+
+    Collective: none.
+    """
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(4 << 20):
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
+    return SavedFile(size, crc)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint folder after checking that its files are all there.
+
+    Raises:
+        ValueError: There is no folder, no manifest, a manifest of a later format, or a file is
+            missing or has another size.
+
+    Collective: none.
+    """
+    file = path / MANIFEST
+    if not file.is_file():
+        what = "no folder" if not path.is_dir() else f"no {MANIFEST} among its files"
+        raise ValueError(
+            f"{path} is not a complete checkpoint: there is {what}. "
+            "Pass a folder that Strategy.save returned; distft.latest(root) finds one."
+        )
+    try:
+        fields = json.loads(file.read_text())
+        version = fields.pop("format_version")
+        fields["files"] = {name: SavedFile(**saved) for name, saved in fields["files"].items()}
+        manifest = Manifest(**fields) if version == FORMAT_VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not a whole manifest: {error}. Use another checkpoint.") from (
+            error
+        )
+    if manifest is None:
+        raise ValueError(
+            f"{file} has format {version}, and this version reads {FORMAT_VERSION}. Upgrade distft."
+        )
+    for name, saved in manifest.files.items():
+        member = path / name
+        size = member.stat().st_size if member.is_file() else None
+        if size != saved.size:
+            state = "is missing" if size is None else f"has {size} bytes"
+            raise ValueError(
+                f"{name} {state}, and {MANIFEST} says {saved.size} bytes; searched {path}. "
+                "The checkpoint is incomplete: use another one."
+            )
+    return manifest
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a folder is a checkpoint with all its files.
+
+    Collective: none.
+    """
+    try:
+        read_manifest(path)
+    except ValueError:
+        return False
+    return True
+
+
+def latest(root: str | Path) -> Path | None:
+    """Return the complete checkpoint with the highest step directly below ``root``, or None.
+
+    Completeness is read off the folders themselves, so a run that died while saving leaves
+    nothing to mend.
+
+    Collective: none.
+    """
+    root = Path(root)
+    found = [
+        (read_manifest(path).step, path.name)
+        for path in (sorted(root.iterdir()) if root.is_dir() else [])
+        if path.is_dir() and is_complete(path)
+    ]
+    return root / max(found)[1] if found else None
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """Return the checkpoint folder that a path means.
+
+    It may be the checkpoint, the folder inside that holds the state, or a run's root, which
+    means its latest checkpoint.
+
+    Raises:
+        ValueError: There is none; the message says what was searched.
+
+    Collective: none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        read_manifest(path)
+        return path
+    if path.name in LAYOUTS and (path.parent / MANIFEST).is_file():
+        read_manifest(path.parent)
+        return path.parent
+    below = latest(path)
+    if below is not None:
+        return below
+    if path.is_dir():
+        for child in sorted(path.iterdir()):
+            if (child / MANIFEST).is_file():
+                read_manifest(child)
+    what = "the folder does not exist" if not path.is_dir() else "it has none and no folder below"
+    raise ValueError(
+        f"No checkpoint at {path}: searched it for {MANIFEST}, and {what}. "
+        "Pass a folder that Strategy.save returned, or the folder above it."
+    )

@@ -1,0 +1,206 @@
+"""Loading: every check before the first tensor is touched, the same error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from distft.checkpoint.dcp import named_tensors
+from distft.checkpoint.folder import DEEPSPEED, STATE_FILE, Manifest, find_checkpoint, read_manifest
+from distft.checkpoint.randomness import derive_random_state, set_random_state
+from distft.checkpoint.save import optimizer_name
+from distft.process_group import group_size, rendezvous, together
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class Loader(Protocol):
+    """What a strategy brings to a load."""
+
+    layout: ClassVar[str]
+    name: ClassVar[str]
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's slice of the data."""
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data ranks."""
+
+    def _read_state(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        scalars: Mapping[str, Mapping[str, Any]],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        """Read weights and optimizer state."""
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What a load found beside the tensors it put in place.
+
+    Attributes:
+        path: The checkpoint.
+        step: Optimizer steps made.
+        extra: The caller's own values.
+        strategy: Constructor of the strategy that saved it.
+        world_size: Number of ranks that saved it.
+    """
+
+    path: Path
+    step: int
+    extra: Mapping[str, Any]
+    strategy: str
+    world_size: int
+
+
+def load_checkpoint(
+    strategy: Loader,
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scheduler: Any,
+    data: Any,
+) -> LoadedState:
+    """Load a run; see `Strategy.load`.
+
+    Collective: every rank.
+    """
+    import torch
+
+    rendezvous("Strategy.load")
+    with together():
+        folder = find_checkpoint(path)
+        manifest = read_manifest(folder)
+        _check_layout(strategy, manifest, folder)
+        _check_model(manifest, model, folder)
+        _check_optimizer(manifest, optimizer, folder)
+        small = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
+        settings = _group_settings(small["groups"], optimizer, folder)
+        for name, target in (("scheduler", scheduler), ("data", data)):
+            if target is not None and small[name] is None:
+                raise ValueError(
+                    f"load({name}=...) was asked for, and {folder} was saved without {name}. "
+                    f"Leave {name} out, or use a checkpoint saved with it."
+                )
+    with together():
+        strategy._read_state(folder / manifest.layout, manifest, small["scalars"], model, optimizer)
+        for group, saved in zip(optimizer.param_groups, settings, strict=True):
+            group.update(saved)
+        if scheduler is not None:
+            scheduler.load_state_dict(small["scheduler"])
+        if data is not None:
+            data.load_state_dict(small["data"])
+        _set_randomness(strategy, manifest, folder)
+    return LoadedState(
+        folder,
+        manifest.step,
+        manifest.extra,
+        manifest.strategy["constructor"],
+        manifest.world_size,
+    )
+
+
+def _check_layout(strategy: Loader, manifest: Manifest, folder: Path) -> None:
+    ranks = group_size("Strategy.load")
+    saved_by = f"{manifest.strategy['constructor']} on {manifest.world_size} ranks"
+    if manifest.layout != strategy.layout:
+        raise ValueError(
+            f"{folder} was saved by {saved_by} and cannot be loaded by {strategy!r} on {ranks} "
+            "ranks in this version. Load it with the strategy that saved it, or consolidate it "
+            "and start from the weights."
+        )
+    if manifest.layout == DEEPSPEED and (
+        manifest.strategy["name"] != strategy.name or manifest.world_size != ranks
+    ):
+        raise ValueError(
+            f"{folder} was saved by {saved_by}, and {strategy!r} runs on {ranks} ranks. In this "
+            "version a ZeRO checkpoint resumes on the same stage and number of ranks only: start "
+            f"{manifest.world_size} ranks, or consolidate it and start from the weights."
+        )
+
+
+def _check_model(manifest: Manifest, model: nn.Module, folder: Path) -> None:
+    mine = {
+        name: list(getattr(tensor, "ds_shape", tensor.shape))
+        for name, tensor in named_tensors(model).items()
+    }
+    saved = {name: tensor["shape"] for name, tensor in manifest.tensors.items()}
+    missing = [name for name in mine if name not in saved]
+    extra = [name for name in saved if name not in mine]
+    other = [name for name in mine if name in saved and mine[name] != saved[name]]
+    if not (missing or extra or other):
+        return
+    examples = []
+    if missing:
+        examples.append(f"{len(missing)} tensors of the model are not saved, such as {missing[0]}")
+    if extra:
+        examples.append(f"{len(extra)} saved ones are not in the model, such as {extra[0]}")
+    if other:
+        name = other[0]
+        examples.append(
+            f"{len(other)} have another shape, such as {name} with {saved[name]} saved and "
+            f"{mine[name]} in the model"
+        )
+    raise ValueError(
+        f"{folder} is of another model ({len(saved)} tensors, this model has {len(mine)}): "
+        f"{'; '.join(examples)}. Build the model from the config.json in the checkpoint."
+    )
+
+
+def _check_optimizer(manifest: Manifest, optimizer: Optimizer, folder: Path) -> None:
+    mine = optimizer_name(optimizer)
+    if mine != manifest.optimizer:
+        raise ValueError(
+            f"{folder} holds the state of {manifest.optimizer}, and this run has {mine}. "
+            f"Pass {manifest.optimizer} to apply()."
+        )
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    if sorted(names) != sorted(manifest.trainable):
+        raise ValueError(
+            f"{folder} trained {len(manifest.trainable)} parameters, and this run trains "
+            f"{len(names)}. Freeze the same ones before apply()."
+        )
+
+
+def _group_settings(
+    saved_groups: list[dict[str, Any]], optimizer: Optimizer, folder: Path
+) -> list[dict[str, Any]]:
+    """Return for each group of this run the settings that its parameters were saved with."""
+    by_name = {
+        name: {key: value for key, value in group.items() if key != "param_names"}
+        for group in saved_groups
+        for name in group["param_names"]
+    }
+    settings = []
+    for index, group in enumerate(optimizer.param_groups):
+        first, *others = group["param_names"]
+        different = [name for name in others if by_name[name] != by_name[first]]
+        if different:
+            raise ValueError(
+                f"Group {index} of this run has {len(group['param_names'])} parameters that "
+                f"{folder} saved with different settings, such as {first} and {different[0]}. "
+                f"Use the {len(saved_groups)} groups of the saved run."
+            )
+        settings.append(by_name[first])
+    return settings
+
+
+def _set_randomness(strategy: Loader, manifest: Manifest, folder: Path) -> None:
+    import torch
+
+    saved_ranks = manifest.world_size
+    if saved_ranks == strategy.dp_size:
+        file = folder / "rng" / f"rank-{strategy.dp_rank:05d}.pt"
+        set_random_state(torch.load(file, weights_only=True, map_location="cpu"))
+    else:
+        derive_random_state(manifest.step, strategy.dp_rank, saved_ranks, strategy.dp_size)

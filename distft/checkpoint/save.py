@@ -1,0 +1,285 @@
+"""Saving: a temporary folder, checked, then renamed into place by one rank."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from distft.checkpoint.dcp import named_tensors, optimizer_scalars, optimizer_state_names
+from distft.checkpoint.folder import (
+    DCP,
+    MANIFEST,
+    STATE_FILE,
+    Manifest,
+    SavedFile,
+    describe_file,
+    is_complete,
+)
+from distft.checkpoint.randomness import random_state
+from distft.process_group import from_rank0, group_rank, group_size, rendezvous, together
+from distft.training.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from distft.mesh import Mesh
+
+PACKAGES = ("distft", "torch", "transformers", "deepspeed", "peft", "accelerate")
+
+
+class Saver(Protocol):
+    """What a strategy brings to a save."""
+
+    name: ClassVar[str]
+    layout: ClassVar[str]
+
+    @property
+    def precision(self) -> str:
+        """Precision of the training."""
+
+    def mesh(self) -> Mesh:
+        """Return the axis sizes."""
+
+    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        """Write weights and optimizer state."""
+
+
+def save_checkpoint(
+    strategy: Saver,
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    step: int,
+    scheduler: Any,
+    processing_class: Any,
+    data: Any,
+    extra: Mapping[str, Any] | None,
+) -> Path:
+    """Save a run and return the folder; see `Strategy.save`.
+
+    Collective: every rank.
+    """
+    rendezvous("Strategy.save")
+    path = Path(path).absolute()
+    with together():
+        _check_request(path, step, extra, {"scheduler": scheduler, "data": data})
+    nonce = from_rank0(secrets.token_hex(8))
+    folder = path.parent / f".{path.name}.{nonce}.tmp"
+    try:
+        _make_folder(folder, path, nonce)
+        with together():
+            strategy._write_state(folder / strategy.layout, model, optimizer)
+            _write_random_state(folder)
+        with together():
+            if group_rank() == 0:
+                _write_train_state(folder, model, optimizer, scheduler, data)
+                _write_model_files(folder, model, processing_class)
+        files = _describe_files(folder)
+        with together():
+            if group_rank() == 0:
+                manifest = _manifest(strategy, model, optimizer, step, files, extra)
+                _publish(folder, path, manifest)
+    except BaseException:
+        if group_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return path
+
+
+def _check_request(
+    path: Path, step: int, extra: Mapping[str, Any] | None, stateful: Mapping[str, Any]
+) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"save(step={step!r}) needs the number of steps made, at least 0.")
+    for name, value in stateful.items():
+        if value is not None and not hasattr(value, "state_dict"):
+            raise ValueError(
+                f"save({name}=...) needs an object with state_dict(), and got "
+                f"{type(value).__name__}. Put plain values into extra={{...}}."
+            )
+    try:
+        same = json.loads(json.dumps(extra or {})) == dict(extra or {})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"save(extra=...) takes JSON values only: {error}.") from error
+    if not same:
+        raise ValueError(
+            "save(extra=...) would not come back as it is, since JSON has string keys and lists "
+            "only. Use dicts with string keys, lists, numbers, strings."
+        )
+    if is_complete(path):
+        raise ValueError(
+            f"{path} holds a complete checkpoint, and a save never writes over one. "
+            "Save to a new folder, such as one with the step in its name."
+        )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(
+            f"{path} exists and is no empty folder. Save to a new one, or remove it first."
+        )
+
+
+def _make_folder(folder: Path, path: Path, nonce: str) -> None:
+    """Make the temporary folder on rank 0 and check that every rank sees it."""
+    with together():
+        if group_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for left_over in path.parent.glob(f".{path.name}.*.tmp"):
+                shutil.rmtree(left_over, ignore_errors=True)
+            folder.mkdir()
+            (folder / "nonce").write_text(nonce)
+    with together():
+        seen = (folder / "nonce").read_text() if (folder / "nonce").is_file() else None
+        if seen != nonce:
+            raise RuntimeError(
+                f"Rank {group_rank()} does not see the folder {folder.parent} that rank 0 writes "
+                "to. Save to a file system that all machines share."
+            )
+    with together():
+        if group_rank() == 0:
+            (folder / "nonce").unlink()
+            (folder / "rng").mkdir()
+
+
+def _write_random_state(folder: Path) -> None:
+    import torch
+
+    torch.save(random_state(), folder / "rng" / f"rank-{group_rank():05d}.pt")
+
+
+def _write_train_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, data: Any
+) -> None:
+    """Write the small state, and read it back the way a load will."""
+    import torch
+
+    state = {
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+        "scalars": optimizer_scalars(model, optimizer),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "data": None if data is None else data.state_dict(),
+    }
+    for name, value in state.items():
+        torch.save(value, folder / STATE_FILE)
+        try:
+            torch.load(folder / STATE_FILE, weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"The state of the {name} holds more than tensors and plain values, so no load "
+                f"could read it without running code: {str(error).splitlines()[0]} "
+                "Keep functions and objects out of its state_dict()."
+            ) from error
+    torch.save(state, folder / STATE_FILE)
+
+
+def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
+    inner: Any = unwrap(model)
+    for name in ("config", "generation_config"):
+        config = copy.deepcopy(getattr(inner, name, None))
+        if config is not None and hasattr(config, "save_pretrained"):
+            if name == "config":
+                # Only save_pretrained of a model would write it, and readers choose by it.
+                config.architectures = [type(inner).__name__]
+            config.save_pretrained(folder)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
+def _describe_files(folder: Path) -> dict[str, SavedFile]:
+    """Return size and CRC of every file, each rank reading its share."""
+    import torch.distributed as dist
+
+    found: dict[str, SavedFile] = {}
+    with together():
+        members = sorted(path for path in folder.rglob("*") if path.is_file())
+        names = from_rank0([str(path.relative_to(folder)) for path in members])
+        for name in names[group_rank() :: group_size("Strategy.save")]:
+            found[name] = describe_file(folder / name)
+    everyone: list[Any] = [found]
+    if dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+    return {name: saved for part in everyone for name, saved in sorted(part.items())}
+
+
+def _manifest(
+    strategy: Saver,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    files: Mapping[str, SavedFile],
+    extra: Mapping[str, Any] | None,
+) -> Manifest:
+    inner = unwrap(model)
+    mesh = strategy.mesh()
+    tensors = named_tensors(model)
+    first_names = {id(tensor): name for name, tensor in tensors.items()}
+    return Manifest(
+        step=step,
+        strategy={"name": strategy.name, "constructor": repr(strategy)},
+        layout=strategy.layout,
+        mesh={"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard},
+        files=dict(sorted(files.items())),
+        tensors={
+            name: {
+                "shape": list(getattr(tensor, "ds_shape", tensor.shape)),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+            }
+            for name, tensor in tensors.items()
+        },
+        ties={
+            name: first_names[id(tensor)]
+            for name, tensor in inner.named_parameters(remove_duplicate=False)
+            if first_names[id(tensor)] != name
+        },
+        trainable=[name for name, p in inner.named_parameters() if p.requires_grad],
+        dtype="bfloat16" if strategy.precision == "bf16" else "float32",
+        optimizer=optimizer_name(optimizer),
+        optimizer_state=optimizer_state_names(model, optimizer) if strategy.layout == DCP else {},
+        versions=_versions(),
+        extra=dict(extra or {}),
+    )
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """Return the class name of the torch optimizer, also of the one inside an engine.
+
+    Collective: none.
+    """
+    return type(getattr(optimizer, "inner", optimizer)).__name__
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _publish(folder: Path, path: Path, manifest: Manifest) -> None:
+    """Write the manifest last, then make the folder visible under its name in one rename."""
+    with (folder / MANIFEST).open("w") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    if path.is_dir():
+        path.rmdir()
+    folder.rename(path)
+    parent = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)

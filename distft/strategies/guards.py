@@ -1,0 +1,96 @@
+"""What `Strategy.apply` checks of a model before it changes anything."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from distft.process_group import raise_together
+from distft.training.wrappers import is_engine, unwrap
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def check_undistributed(model: Any) -> None:
+    """Raise where a model cannot be spread: distributed already, empty, or without values.
+
+    Raises:
+        ValueError: What it is, and what to pass instead.
+
+    Collective: none.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"apply() needs a torch module, and got {type(model).__name__}.")
+    parameters = list(model.named_parameters())
+    found = ""
+    if unwrap(model) is not model:
+        found = "a DeepSpeed engine" if is_engine(model) else f"nn.{type(model).__name__}"
+        found = f"wrapped in {found}"
+    elif isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for _, p in parameters):
+        sharded = sum(isinstance(p, DTensor) for _, p in parameters)
+        found = f"sharded already ({sharded} of {len(parameters)} parameters are DTensors)"
+    elif any(hasattr(p, "ds_id") for _, p in parameters):
+        found = "partitioned by DeepSpeed already"
+    if found:
+        raise ValueError(
+            f"apply() got a model that is {found}. "
+            "Pass the plain model, as from_pretrained made it."
+        )
+    empty = [name for name, p in parameters if p.is_meta]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} of {len(parameters)} parameters are on the meta device and have no "
+            f"values, such as {empty[0]}. Load the weights before apply()."
+        )
+
+
+def check_same_model(model: nn.Module) -> None:
+    """Raise on every rank where ranks hold models of different names, shapes or dtypes.
+
+    Raises:
+        ValueError: The first rank that differs from rank 0, with both parameter counts.
+
+    Collective: every rank.
+    """
+    import torch.distributed as dist
+
+    if dist.get_world_size() == 1:
+        return
+    text = "\n".join(
+        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
+        for name, p in model.named_parameters()
+    )
+    mine = (hashlib.sha256(text.encode()).hexdigest(), sum(p.numel() for p in model.parameters()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    wrong = [rank for rank, other in enumerate(everyone) if other[0] != everyone[0][0]]
+    error = None
+    if wrong:
+        error = ValueError(
+            f"Rank 0 has a model of {everyone[0][1]} parameters, and rank {wrong[0]} another one "
+            f"of {everyone[wrong[0]][1]}. Build the same model on every rank."
+        )
+    raise_together(error)
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Make a model's blocks recompute their activations in the backward pass.
+
+    Raises:
+        ValueError: The model has no such switch.
+
+    Collective: none.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable(). "
+            "Use activation_checkpointing=False for it."
+        )
+    # The non-reentrant form keeps names, hooks and the dropout's random state.
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
