@@ -61,7 +61,6 @@ def _run(options: argparse.Namespace, under_launcher: bool) -> bool:
         steps=options.steps,
         out=options.out,
         under_launcher=under_launcher,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
     )
     if under_launcher:
         import distft

@@ -33,6 +33,9 @@ _MODULES = """
 # Modules that implement a public one under another name: their objects belong to the public one.
 _BACKING = {"posix", "nt", "posixpath", "ntpath", "genericpath"}
 
+# torch.package puts a function of its own in this place.
+_REPLACED = {"inspect.getfile"}
+
 _ASK_CALL = ("What does {name} do?", "Explain {name}.", "What is {name}() for?")
 _ASK_NOUN = ("What is {name}?", "Describe {name}.", "What does {name} stand for?")
 
@@ -106,12 +109,16 @@ def _documented() -> Iterator[tuple[str, bool, str]]:
             if not _belongs(member, module_name):
                 continue
             path = f"{module_name}.{name}".removeprefix("builtins.")
+            if path in _REPLACED:
+                continue
             if isinstance(member.__doc__, str):
                 yield path, inspect.isroutine(member), member.__doc__
             if inspect.isclass(member):
                 for attribute, value in _public(member):
                     is_call = inspect.isroutine(value) or isinstance(value, classmethod)
                     if not is_call and not isinstance(value, property):
+                        continue
+                    if not _belongs(value, module_name):
                         continue
                     if isinstance(value.__doc__, str):
                         yield f"{path}.{attribute}", is_call, value.__doc__
@@ -123,13 +130,16 @@ def _public(owner: object) -> list[tuple[str, object]]:
 
 
 def _belongs(member: object, module_name: str) -> bool:
-    """Whether ``member`` is documented by this module, not imported there from another one."""
-    home = str(getattr(member, "__module__", None) or module_name)
-    # What is written in C says "_io" for io; "_thread" and their like have no public namesake.
-    root = home.partition(".")[0].lstrip("_")
-    if root == module_name.partition(".")[0] or root in _BACKING:
+    """Whether ``member`` is documented by this module.
+
+    Not if it was imported there from another one, nor if a package put it there: torch and
+    transformers patch some, and the examples must not depend on what was imported before.
+    """
+    home = str(getattr(member, "__module__", None) or module_name).partition(".")[0]
+    if home in _BACKING or home.lstrip("_") == module_name.partition(".")[0]:
         return True
-    return root not in sys.stdlib_module_names
+    # What is written in C says "_io" for io; "_thread" and their like have no public namesake.
+    return home in sys.stdlib_module_names and home.lstrip("_") not in sys.stdlib_module_names
 
 
 def _trim(docstring: str) -> str:

@@ -58,7 +58,6 @@ class Job:
         seed: Seed of weights and of the order of the rows.
         folder: Where checkpoints go.
         tokenizer: Folder of the tokenizer, saved into the checkpoints too.
-        threads: Threads of one rank.
     """
 
     strategy: Strategy | None
@@ -70,7 +69,6 @@ class Job:
     seed: int
     folder: Path
     tokenizer: Path
-    threads: int = 1
 
     @property
     def name(self) -> str:

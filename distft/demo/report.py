@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from distft.demo.data import Example
 from distft.demo.plan import TOLERANCE, Choice, Job
@@ -14,6 +14,11 @@ from distft.demo.results import Result
 from distft.demo.training import COUNTED_STEP, Run
 from distft.spec import ModelSpec
 from distft.strategies.zero import ZeRO
+
+_HEADS = (
+    "\nstrategy", "\nranks", "final\nloss", "\ndiffers", "grad\nnorm", "MB\nheld", "by\nformula",
+    "MB\nsent", "by\nformula", "\nresume", "sec-\nonds",
+)  # fmt: skip
 
 
 def print_opening(
@@ -57,12 +62,12 @@ def print_answers(console: Console, asked: Sequence[Example], results: Sequence[
         "loaded by AutoModelForCausalLM.from_pretrained, and asked:",
         highlight=False,
     )
+    grid = Table.grid(padding=(0, 1), pad_edge=True)
     for example in asked:
-        console.print(f"  [bold]{example.question}[/]", highlight=False)
-        console.print(
-            "    model:    ", shown.answers[example.question], highlight=False, markup=False
-        )
-        console.print("    docstring:", example.answer, highlight=False, markup=False, style="dim")
+        grid.add_row("[bold]question[/]", Text(example.question, style="bold"))
+        grid.add_row("model", Text(shown.answers[example.question]))
+        grid.add_row("[dim]docstring[/]", Text(example.answer, style="dim"))
+    console.print(grid)
     others = [result for result in results if result is not shown]
     agreeing = sum(result.answers == shown.answers for result in others)
     if others:
@@ -84,8 +89,11 @@ def print_report(console: Console, reference: Run, results: Sequence[Result]) ->
     """
     console.print()
     console.print(_table(reference, results))
-    for name, meaning in _meanings(results):
-        console.print(f"[bold]{name:<9}[/] {meaning}", highlight=False, soft_wrap=False)
+    console.print()
+    legend = Table.grid(padding=(0, 1))
+    for name, meaning in _meanings(results[0]):
+        legend.add_row(f"[bold]{name}[/]", meaning)
+    console.print(legend, highlight=False)
     for result in results:
         for miss in result.misses():
             console.print(f"[yellow]formula off:[/] {miss}", highlight=False)
@@ -94,18 +102,13 @@ def print_report(console: Console, reference: Run, results: Sequence[Result]) ->
 
 
 def _table(reference: Run, results: Sequence[Result]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    heads = (
-        "strategy", "ranks", "final\nloss", "differ-\nence", "grad\nnorm", "MB held\nper rank",
-        "by the\nformula", "MB sent\nper step", "by the\nformula", "resume", "sec-\nonds",
-    )  # fmt: skip
-    for head in heads:
-        table.add_column(
-            head, justify="left" if head in ("strategy", "resume") else "right", no_wrap=True
-        )
+    # 79 columns, so that it fits the narrowest terminal in use.
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for head in _HEADS:
+        table.add_column(head, justify="left" if head == _HEADS[0] else "right", no_wrap=True)
     table.add_row(
         "one process", "1", f"{reference.losses[-1]:.4f}", "", f"{reference.grad_norms[-1]:.3f}",
-        "", "", "", "", "", f"{reference.seconds:.0f}", end_section=True,
+        "", "", "", "", "", f"{reference.seconds:.0f}",
     )  # fmt: skip
     for result in results:
         good = result.difference <= TOLERANCE
@@ -130,40 +133,38 @@ def _megabytes(num_bytes: float) -> str:
 
 
 def _formula(measured: float | None, formula: float) -> str:
-    style = "green" if measured == formula else "yellow"
-    return f"[{style}]{'= ' if measured == formula else ''}{_megabytes(formula)}[/]"
+    same = measured == formula
+    return f"[{'green' if same else 'yellow'}]{'=' if same else ''}{_megabytes(formula)}[/]"
 
 
-def _meanings(results: Sequence[Result]) -> list[tuple[str, str]]:
-    steps = f"{results[0].resumed_steps} steps" if results else "steps"
-    from_step = results[0].resumed_from if results else 0
+def _meanings(result: Result) -> list[tuple[str, str]]:
+    """What each column says, with its unit."""
     return [
-        ("loss", "mean cross-entropy of the last step, in nats per token of the answers"),
+        ("final loss", "mean cross-entropy of the last step, in nats per token of the answers"),
         (
-            "differ.",
-            "largest difference of any step's loss from one process, as a part of that loss;\n"
-            f"          rounding of 32-bit numbers makes about 1e-07, the demo fails above "
-            f"{TOLERANCE:.0e}",
+            "differs",
+            "largest difference of any step's loss from one process, divided by that loss: 1e-07 "
+            f"is the rounding of 32-bit numbers, above {TOLERANCE:.0e} the demo fails",
         ),
-        ("norm", "length (2-norm) of the whole gradient in the last step, before clipping to 1"),
+        ("grad norm", "length (2-norm) of the whole gradient in the last step, before clipping"),
         (
             "MB held",
-            "megabytes (1,000,000 bytes) of weights, gradients and optimizer on the fullest rank,\n"
-            "          measured; beside it what strategy.memory() says; '=' is equal to the byte",
+            "megabytes (1,000,000 bytes) of weights, gradients and optimizer state on the fullest "
+            "rank, measured; then what strategy.memory() says, = where it is equal to the byte",
         ),
         (
             "MB sent",
-            f"megabytes that one rank sends to others in one step (counted in step {COUNTED_STEP}, "
-            "ring\n          algorithm); beside it what strategy.traffic() says; '=' as above",
+            f"megabytes that one rank sends to the others in one step, counted in step "
+            f"{COUNTED_STEP} as a ring sends them; then what strategy.traffic() says, = as above",
         ),
         (
             "resume",
-            f"saved after step {from_step}, loaded into another model, {steps} made again:\n"
-            "          'exact' is every loss equal to the last bit",
+            f"saved after step {result.resumed_from} and loaded into another model; exact: the "
+            f"next {result.resumed_steps} losses equal those of the run that went on, to the bit",
         ),
         (
             "seconds",
-            "wall time of the steps here, all ranks sharing this machine's cores: it says\n"
-            "          nothing about GPUs",
+            "wall time of the steps; all ranks share the cores of this machine, so it says "
+            "nothing about GPUs",
         ),
     ]

@@ -35,7 +35,6 @@ class Settings:
         steps: Optimizer steps.
         out: Folder for pictures, numbers and models.
         under_launcher: Whether a launcher started this process.
-        cores: Cores of this machine; the run in one process may use as many as the ranks do.
         seed: Seed of weights and of the order of rows.
     """
 
@@ -44,7 +43,6 @@ class Settings:
     steps: int
     out: Path
     under_launcher: bool
-    cores: int
     seed: int = 0
 
 
@@ -121,7 +119,6 @@ def _prepare(settings: Settings, rows: Sequence[Example], ranks: Ranks) -> Job:
         seed=settings.seed,
         folder=settings.out / "checkpoints",
         tokenizer=folder,
-        threads=max(1, min(settings.ranks, settings.cores)),
     )
 
 

@@ -131,7 +131,6 @@ def train_alone(job: Job, report: Report) -> Run:
 
     from distft.process_group import local_device
 
-    torch.set_num_threads(job.threads)
     device = local_device()
     model = _build(job, job.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
