@@ -27,7 +27,7 @@ class Workload:
     hidden: int = 256
     layers: int = 4
     rows: int = 2
-    tokens: int = 160
+    tokens: int = 128
 
     def model(self) -> nn.Module:
         """Return a Qwen3 with random weights, the same on every rank."""
