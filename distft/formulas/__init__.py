@@ -1,8 +1,8 @@
 """Costs in closed form: pure functions of the standard library, each with its source."""
 
 from distft.formulas.counts import expert_lora_params, lora_params
-from distft.formulas.deepspeed import zero_memory, zero_traffic
-from distft.formulas.fetch import FetchLimits, fetch_counts
+from distft.formulas.deepspeed import flat_numel, zero_memory, zero_traffic
+from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
 from distft.formulas.native import ddp_memory, ddp_traffic, sharded_memory, sharded_traffic
 from distft.formulas.reports import Collective, MemoryLine, MemoryReport, TrafficReport
@@ -21,12 +21,14 @@ __all__ = [
     "MemoryLine",
     "MemoryReport",
     "TrafficReport",
+    "Visit",
     "chunk_rows",
     "ddp_memory",
     "ddp_traffic",
     "expert_lora_params",
     "expert_parallel_bytes",
     "fetch_counts",
+    "flat_numel",
     "lora_params",
     "lora_state_bytes",
     "model_state_bytes",

@@ -128,12 +128,15 @@ class MemoryReport:
             (line.phase, line.name, _grouped(line.num_bytes), _grouped(min(line.per_rank)))
             for line in self.lines
         ]
-        rows += [
-            ("", "model state", _grouped(self.model_state_bytes), _grouped(min(self.per_rank))),
-            ("", f"by the paper: {self.paper}", _grouped(self.paper_bytes), ""),
-            ("", "peak without activations", _grouped(self.peak_bytes), ""),
-        ]
-        return table(("phase", "held", "bytes, heaviest rank", "lightest"), rows)
+        head = ("phase", "held", "bytes, heaviest rank", "lightest")
+        return "\n".join(
+            (
+                table(head, rows),
+                f"model state: {_grouped(self.model_state_bytes)} bytes on the heaviest rank",
+                f"by the paper: {_grouped(self.paper_bytes)} bytes, {self.paper}",
+                f"peak without activations: {_grouped(self.peak_bytes)} bytes",
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -224,18 +227,14 @@ class TrafficReport:
             (each.op, each.axis, str(each.ranks), each.per, each.what, _grouped(each.num_bytes))
             for each in self.collectives
         ]
-        rows += [
-            ("", "", "", "step", "all of them", _grouped(self.bytes_per_step)),
+        head = ("collective", "axis", "ranks", "per", "moves", "bytes sent by a rank")
+        return "\n".join(
             (
-                "",
-                "",
-                "",
-                "step",
-                f"by the paper: {self.paper}",
-                _grouped(self.paper_bytes_per_step),
-            ),
-        ]
-        return table(("collective", "axis", "ranks", "per", "moves", "bytes sent by a rank"), rows)
+                table(head, rows),
+                f"in a step: {_grouped(self.bytes_per_step)} bytes sent by a rank",
+                f"by the paper: {_grouped(self.paper_bytes_per_step)} bytes, {self.paper}",
+            )
+        )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -28,8 +28,10 @@ _ORDERS = (
     ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
     ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj"),
     ("gate_proj", "act_fn", "up_proj", "down_proj"),
-    ("gate", "experts"),
 )
+# DeepSpeed gathers a block of experts with its router at once, as which experts work differs
+# between ranks.
+_LEAF = {"gate", "experts"}
 _WITHOUT_PARAMETERS = {"act_fn": "gate_proj", "rotary_emb": "embed_tokens"}
 # Nothing that it returns has a gradient, so it does not show in the backward pass.
 _FORWARD_ONLY = "rotary_emb"
@@ -41,13 +43,26 @@ class _Module:
     own: list[int] = field(default_factory=list)
     children: dict[str, _Module] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Indices of what is gathered for it: its own, and all below where it is a leaf."""
+        if not self.is_leaf:
+            return tuple(self.own)
+        below = (index for child in self.children.values() for index in child.own)
+        return (*self.own, *below)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is gathered at once with all that is below it."""
+        return set(self.children) == _LEAF
+
     def child(self, name: str) -> _Module:
         path = f"{self.path}.{name}" if self.path else name
         return self.children.setdefault(name, _Module(path))
 
     def ordered(self) -> list[_Module]:
         """Return the children in the order of work."""
-        names = list(self.children)
+        names = [] if self.is_leaf else list(self.children)
         for order in _ORDERS:
             if len(names) > 1 and all(name in order for name in names):
                 present = [
@@ -56,7 +71,7 @@ class _Module:
                     if name in names or _WITHOUT_PARAMETERS.get(name) in names
                 ]
                 return [self.child(name) for name in present]
-        return list(self.children.values())
+        return [self.child(name) for name in names]
 
     @property
     def works(self) -> bool:
@@ -85,7 +100,7 @@ def module_visits(
 
 def _forward(module: _Module) -> Iterator[Visit]:
     if module.works:
-        yield Visit(tuple(module.own))
+        yield Visit(module.parameters)
     for child in module.ordered():
         yield from _forward(child)
 
@@ -95,7 +110,7 @@ def _backward(module: _Module, blocks: set[str]) -> Iterator[Visit]:
         yield from _recomputed(module)
         return
     if module.works and not module.path.endswith(_FORWARD_ONLY):
-        yield Visit(tuple(module.own))
+        yield Visit(module.parameters)
     for child in reversed(module.ordered()):
         yield from _backward(child, blocks)
 
