@@ -19,9 +19,11 @@ from distft.process_group import (
     together,
 )
 from distft.strategies.guards import (
+    check_applied,
     check_same_model,
     check_undistributed,
     enable_checkpointing,
+    mark_applied,
 )
 from distft.strategies.precision import cast_parameters
 from distft.training.clip import GradientShards, check_max_norm, global_norm, scale_gradients
@@ -177,6 +179,7 @@ class Strategy(ABC):
         if self.activation_checkpointing:
             enable_checkpointing(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
+        mark_applied(self, wrapped, built)
         seed_everything(base_seed() + self.dp_rank)
         return wrapped, built
 
@@ -243,7 +246,8 @@ class Strategy(ABC):
             count_fn: From a batch to the number the loss is a mean over; default its loss tokens.
 
         Raises:
-            ValueError: No batch, no loss token, or a bound that is not above 0.
+            ValueError: No batch, no loss token, a bound that is not above 0, or a model or an
+                optimizer that `apply` of this strategy did not return.
             RuntimeError: There is no process group.
 
         Collective: every rank.
@@ -256,6 +260,7 @@ class Strategy(ABC):
                 "number. Pass both, or neither."
             )
         self.mesh()
+        check_applied(self, "train_step", model, optimizer)
         return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
 
     def count_loss_tokens(
@@ -314,6 +319,24 @@ class Strategy(ABC):
         scale_gradients(parts, norm, max_norm)
         return float(norm)
 
+    def gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return every parameter whole, by name, on the host: the master weights where there are.
+
+        For checks and small models: each rank ends up with the whole model.
+
+        Collective: every rank.
+        """
+        return self._gather_weights(model)
+
+    def gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return every reduced gradient whole, by name, on the host; valid before the update.
+
+        For checks and small models. Parameters without a gradient are left out.
+
+        Collective: every rank.
+        """
+        return self._gather_gradients(model)
+
     # ---- checkpoints ------------------------------------------------------------------------
 
     def save(
@@ -351,6 +374,7 @@ class Strategy(ABC):
         """
         from distft.checkpoint.save import save_checkpoint
 
+        check_applied(self, "save", model, optimizer)
         return save_checkpoint(
             self,
             path,
@@ -384,6 +408,7 @@ class Strategy(ABC):
         """
         from distft.checkpoint.load import load_checkpoint
 
+        check_applied(self, "load", model, optimizer)
         return load_checkpoint(self, path, model, optimizer, scheduler=scheduler, data=data)
 
     def consolidate(self, path: str | Path, out: str | Path, **options: Any) -> Path:
@@ -452,6 +477,14 @@ class Strategy(ABC):
     @abstractmethod
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         """Return this rank's part of the reduced gradients, after the last micro-step."""
+
+    @abstractmethod
+    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return every parameter whole, on the host."""
+
+    @abstractmethod
+    def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return every reduced gradient whole, on the host."""
 
     @abstractmethod
     @contextmanager

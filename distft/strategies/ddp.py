@@ -16,6 +16,7 @@ from distft.strategies.base import Strategy
 from distft.strategies.precision import autocast_forward
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,14 +62,21 @@ class DDP(Strategy):
             gradient_as_bucket_view=True,
             **no_sync_of_buffers,
         )
+        wrapped.register_comm_hook(None, _sum_over_ranks())
         return wrapped, build_optimizer(optimizer, dict(model.named_parameters()), groups)
 
     def _backward(self, loss: Tensor) -> None:
-        # DistributedDataParallel divides by the number of ranks; a sum is wanted.
-        (loss * self.dp_size).backward()
+        loss.backward()
 
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         return [GradientShards([p.grad for p in model.parameters() if p.grad is not None])]
+
+    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in unwrap(model).named_parameters()}
+
+    def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        gradients = {name: p.grad for name, p in unwrap(model).named_parameters()}
+        return {name: g.detach().cpu().clone() for name, g in gradients.items() if g is not None}
 
     @contextmanager
     def _no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -97,6 +105,23 @@ class DDP(Strategy):
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         return ddp_traffic(spec.tensors, mesh.num_ranks, self.precision, load.grad_accum)
+
+
+def _sum_over_ranks() -> Any:
+    """Return a hook that sums a bucket of gradients over ranks.
+
+    DistributedDataParallel's own way divides by their number. Compensating for it in the loss
+    would round every value of the backward pass anew, and AdamW magnifies that where gradients
+    are near its epsilon.
+    """
+    import torch.distributed as dist
+
+    # Lambdas: torch compares a hook's annotations with classes, and here they are strings.
+    return lambda _, bucket: (
+        dist.all_reduce(bucket.buffer(), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 def _no_buffer_traffic() -> dict[str, bool]:

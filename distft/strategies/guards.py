@@ -12,6 +12,38 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# Set on the model and the optimizer that `Strategy.apply` returns.
+_MARK = "_distft_applied_by"
+
+
+def mark_applied(strategy: Any, model: nn.Module, optimizer: Any) -> None:
+    """Remember on a model and its optimizer which strategy made them.
+
+    Collective: none.
+    """
+    setattr(unwrap(model), _MARK, repr(strategy))
+    setattr(optimizer, _MARK, repr(strategy))
+
+
+def check_applied(strategy: Any, call: str, model: Any, optimizer: Any) -> None:
+    """Raise unless a model and an optimizer are what ``apply`` of this strategy returned.
+
+    Raises:
+        ValueError: Which of the two it is, and what made it.
+
+    Collective: none.
+    """
+    for what, thing in (("model", unwrap(model)), ("optimizer", optimizer)):
+        maker = getattr(thing, _MARK, None)
+        if maker != repr(strategy):
+            origin = f"{maker}.apply() made" if maker else "no apply() returned"
+            raise ValueError(
+                f"{strategy!r}.{call}() got a {type(thing).__name__} as {what} that {origin}. "
+                f"Pass both that {strategy!r}.apply(model, optimizer) returns: one from "
+                "elsewhere holds tensors that are not trained."
+            )
+
+
 def check_undistributed(model: Any) -> None:
     """Raise where a model cannot be spread: distributed already, empty, or without values.
 
@@ -36,6 +68,8 @@ def check_undistributed(model: Any) -> None:
         found = f"sharded already ({sharded} of {len(parameters)} parameters are DTensors)"
     elif any(hasattr(p, "ds_id") for _, p in parameters):
         found = "partitioned by DeepSpeed already"
+    elif hasattr(model, _MARK):
+        found = f"distributed already by {getattr(model, _MARK)}"
     if found:
         raise ValueError(
             f"apply() got a model that is {found}. "

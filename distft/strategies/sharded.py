@@ -89,6 +89,13 @@ class Sharded(Strategy):
             for mesh, tensors in by_mesh.items()
         ]
 
+    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: _whole(parameter) for name, parameter in model.named_parameters()}
+
+    def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return {name: _whole(g) for name, g in gradients.items() if g is not None}
+
     @contextmanager
     def _no_sync(self, model: Any) -> Iterator[None]:
         model.set_requires_all_reduce(False)
@@ -206,6 +213,15 @@ class HSDP(Sharded):
 
     def _mesh_axes(self) -> tuple[str, ...]:
         return ("dp_replicate", "dp_shard")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return whole.cpu().clone()
 
 
 def _mixed_precision(precision: str) -> Any:

@@ -86,6 +86,8 @@ class ZeRO(Strategy):
         engine, _, _, _ = deepspeed.initialize(
             model=model, optimizer=client, config=self._config(), dist_init_required=False
         )
+        if self.stage == 3:
+            sum_gradients(engine.optimizer)
         return engine, engine_optimizer(engine)
 
     def _config(self) -> dict[str, Any]:
@@ -99,6 +101,9 @@ class ZeRO(Strategy):
             # Its default is 1.0. The norm is ours and applied before its step.
             "gradient_clipping": 0.0,
             "prescale_gradients": False,
+            # A sum over ranks, not a mean: shares are over the global number of loss tokens
+            # already. Stage 3 refuses this setting; `sum_gradients` does it there.
+            "gradient_allreduce_op": "mean" if self.stage == 3 else "sum",
             "communication_data_type": reduce_dtype,
             "data_types": {"grad_accum_dtype": reduce_dtype},
             "bf16": {
@@ -133,9 +138,8 @@ class ZeRO(Strategy):
         }
 
     def _backward(self, loss: Tensor) -> None:
-        # The engine divides by the number of ranks; a sum is wanted. It hooks the outputs of the
-        # forward pass, so a plain backward drives it.
-        (loss * self.dp_size).backward()
+        # The engine hooks the outputs of the forward pass, so a plain backward drives it.
+        loss.backward()
 
     def _gradients(self, model: Any) -> Sequence[GradientShards]:
         import torch.distributed as dist
@@ -143,6 +147,31 @@ class ZeRO(Strategy):
         partitions = model.optimizer.averaged_gradients.values()
         tensors = [tensor for group in partitions if group for tensor in group]
         return [GradientShards(tensors, [dist.group.WORLD])]
+
+    def _gather_weights(self, model: Any) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        gathered = _load_deepspeed().zero.GatheredParameters
+
+        found = {}
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad:
+                whole = safe_get_full_fp32_param(parameter)
+            else:
+                with gathered([parameter], enabled=self.stage == 3):
+                    whole = parameter.detach().clone()
+            found[name] = whole.detach().cpu().clone()
+        return found
+
+    def _gather_gradients(self, model: Any) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        gradients = {
+            name: safe_get_full_grad(parameter)
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad
+        }
+        return {name: g.detach().cpu().clone() for name, g in gradients.items() if g is not None}
 
     @contextmanager
     def _no_sync(self, model: Any) -> Iterator[None]:
@@ -347,6 +376,25 @@ def engine_optimizer(engine: Any) -> Optimizer:
             drop_gradients(self.engine)
 
     return EngineOptimizer()
+
+
+def sum_gradients(zero: Any) -> None:
+    """Make a stage 3 optimizer sum gradients over ranks where it would average them.
+
+    It divides by what this method says, after the reduction. Multiplying the loss instead would
+    round every value of the backward pass anew.
+
+    Raises:
+        RuntimeError: This DeepSpeed has no such method.
+
+    Collective: none.
+    """
+    if not hasattr(zero, "_gradient_averaging_world_size"):
+        raise RuntimeError(
+            "This DeepSpeed has no _gradient_averaging_world_size, which ZeRO3 sets to 1. "
+            "Install deepspeed 0.19.8, which has it."
+        )
+    zero._gradient_averaging_world_size = lambda params, partition_world_size: 1
 
 
 def drop_gradients(engine: Any) -> None:

@@ -56,7 +56,7 @@ class WorkerPool:
         self.world_size = world_size
         self.timeout = timeout
         self.env = dict(env or {})
-        self._folder = tempfile.TemporaryDirectory(prefix="distft-pool-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._starts = 0
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
@@ -129,9 +129,11 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._starts += 1
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="distft-pool-")
         context = get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
-        store = Path(self._folder.name, f"store-{self._starts}")
+        store = self._path(f"store-{self._starts}")
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             stack_file = self._stack_file(rank)
@@ -157,14 +159,18 @@ class WorkerPool:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             # A folder of their own: a lock that a dead process left elsewhere cannot stop them.
-            "TORCH_EXTENSIONS_DIR": str(Path(self._folder.name, "extensions")),
+            "TORCH_EXTENSIONS_DIR": str(self._path("extensions")),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             **self.env,
         }
 
     def _stack_file(self, rank: int) -> Path:
-        return Path(self._folder.name, f"stack-{self._starts}-{rank}.txt")
+        return self._path(f"stack-{self._starts}-{rank}.txt")
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None, "the pool has not started"
+        return Path(self._folder.name, name)
 
     def _stacks(self) -> str:
         """Return every rank's Python stack, which it writes when it is told to."""
@@ -200,6 +206,9 @@ class WorkerPool:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self._poison()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _report(answers: Sequence[Any]) -> str:

@@ -1,0 +1,222 @@
+"""The conformance suite: what any `Strategy` must do, ours and third parties' alike."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distft.testing.models import tiny_batches, tiny_model
+from distft.testing.pool import WorkerPool
+from distft.testing.runs import (
+    LOSS_TOKENS,
+    Training,
+    TrainingRecord,
+    differences,
+    train_alone,
+    train_under,
+)
+
+if TYPE_CHECKING:
+    from distft.strategies.base import Strategy
+
+Check = Callable[["Strategy", WorkerPool], None]
+
+
+def check_value(strategy: Strategy, pool: WorkerPool) -> None:
+    """A strategy is a value: it pickles, compares equal, and cannot be changed."""
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy == strategy, f"{strategy!r} is not equal to its own pickled copy"
+    assert hash(copy) == hash(strategy), f"{strategy!r} and its equal copy hash differently"
+    try:
+        object.__getattribute__(strategy, "__class__").__setattr__(strategy, "precision", "bf16")
+    except AttributeError:
+        return
+    raise AssertionError(f"{strategy!r} lets its fields be changed: make it a frozen dataclass")
+
+
+def check_data_ranks(strategy: Strategy, pool: WorkerPool) -> None:
+    """Every data rank is there, and ``dp_size`` is the same everywhere."""
+    found = pool.run(_data_rank, strategy)
+    sizes = {size for _, size in found}
+    assert len(sizes) == 1, f"dp_size differs between ranks: {sorted(sizes)}"
+    ranks = {rank for rank, _ in found}
+    size = sizes.pop()
+    assert ranks == set(range(size)), f"dp_rank takes the values {sorted(ranks)} of {size}"
+
+
+def _data_rank(strategy: Strategy) -> tuple[int, int]:
+    return strategy.dp_rank, strategy.dp_size
+
+
+def check_parity(strategy: Strategy, pool: WorkerPool) -> None:
+    """Loss, norm, every gradient and every weight equal one process, rows uneven, clipped."""
+    for model in ("L", "Lt"):
+        training = Training(model, num_micro_batches=2 * pool.world_size, max_norm=0.1)
+        _assert_equal(pool.run(train_under, strategy, training), train_alone(training), model)
+
+
+def check_uneven_window(strategy: Strategy, pool: WorkerPool) -> None:
+    """A rank with fewer micro-batches than the others does not change the mean or hang."""
+    losses = pool.run(_uneven_step, strategy)
+    training = Training(num_steps=1, num_micro_batches=pool.world_size + 1)
+    expected = train_alone(training).losses[0]
+    for rank, loss in enumerate(losses):
+        error = abs(loss - expected) / expected
+        assert error <= 1e-6, f"rank {rank}: loss {loss} against {expected}"
+
+
+def _uneven_step(strategy: Strategy) -> float:
+    from torch.optim import SGD
+
+    from distft.process_group import init
+
+    init()
+    model, optimizer = strategy.apply(tiny_model("L"), partial(SGD, lr=0.1))
+    tokens = LOSS_TOKENS[: strategy.dp_size + 1]
+    mine = tiny_batches(tokens, seed=0)[strategy.dp_rank :: strategy.dp_size]
+    return strategy.train_step(model, optimizer, mine).loss
+
+
+def check_save_and_load(strategy: Strategy, pool: WorkerPool) -> None:
+    """A run that was saved and loaded goes on to the bit as one that was not."""
+    with tempfile.TemporaryDirectory(prefix="distft-check-") as folder:
+        path = str(Path(folder, "checkpoint"))
+        whole = pool.run(_train_and_save, strategy, path)
+        resumed = pool.run(_load_and_train, strategy, path)
+    for rank, (expected, found) in enumerate(zip(whole, resumed, strict=True)):
+        assert found == expected, f"rank {rank}: losses {found} after the load, {expected} without"
+
+
+def _train_and_save(strategy: Strategy, path: str) -> list[float]:
+    model, optimizer = _fresh(strategy, seed=0)
+    for step in range(2):
+        strategy.train_step(model, optimizer, _batches(strategy, step))
+    strategy.save(path, model, optimizer, step=2)
+    return [strategy.train_step(model, optimizer, _batches(strategy, s)).loss for s in (2, 3)]
+
+
+def _load_and_train(strategy: Strategy, path: str) -> list[float]:
+    model, optimizer = _fresh(strategy, seed=1)
+    state = strategy.load(path, model, optimizer)
+    assert state.step == 2, f"the load says step {state.step}, and 2 were made"
+    return [strategy.train_step(model, optimizer, _batches(strategy, s)).loss for s in (2, 3)]
+
+
+def _fresh(strategy: Strategy, seed: int) -> tuple[Any, Any]:
+    from torch.optim import AdamW
+
+    from distft.process_group import init
+
+    init()
+    return strategy.apply(tiny_model("L", seed=seed), partial(AdamW, lr=1e-3))
+
+
+def _batches(strategy: Strategy, step: int) -> list[Any]:
+    rows = tiny_batches(LOSS_TOKENS[: strategy.dp_size], seed=step)
+    return rows[strategy.dp_rank :: strategy.dp_size]
+
+
+def check_memory(strategy: Strategy, pool: WorkerPool) -> None:
+    """Bytes of model state on every rank are what ``memory`` says."""
+    from distft.spec import ModelSpec, Workload
+
+    measured = [total for total, _ in pool.run(_measure, strategy)]
+    report = strategy.memory(
+        ModelSpec.from_model(tiny_model("L")), Workload(seq_len=16), world_size=pool.world_size
+    )
+    assert list(report.per_rank) == measured, f"{report.per_rank} predicted, {measured} measured"
+
+
+def check_traffic(strategy: Strategy, pool: WorkerPool) -> None:
+    """Bytes on the wire in a step are what ``traffic`` says."""
+    from distft.spec import ModelSpec, Workload
+
+    measured = {wire for _, wire in pool.run(_measure, strategy)}
+    report = strategy.traffic(
+        ModelSpec.from_model(tiny_model("L")), Workload(seq_len=16), world_size=pool.world_size
+    )
+    assert measured == {report.bytes_per_step}, (
+        f"{report.bytes_per_step} bytes predicted, {sorted(measured)} measured"
+    )
+
+
+def _measure(strategy: Strategy) -> tuple[int, float]:
+    """Return bytes of state with gradients and moments there, and bytes on the wire of a step."""
+    from distft.measure import count_collectives, model_state_bytes
+    from distft.training.loss import next_token_loss
+
+    model, optimizer = _fresh(strategy, seed=0)
+    # Engines trace their first steps and rebuild buckets in the second.
+    for step in range(3):
+        strategy.train_step(model, optimizer, _batches(strategy, step))
+    with count_collectives() as made:
+        strategy.train_step(model, optimizer, _batches(strategy, 3))
+    batch = _batches(strategy, 4)[0]
+    optimizer.zero_grad()
+    strategy.backward(next_token_loss(model, batch) / 10)
+    total = model_state_bytes(model, optimizer).total
+    optimizer.zero_grad()
+    return total, made.wire_bytes
+
+
+def check_wrong_model(strategy: Strategy, pool: WorkerPool) -> None:
+    """A model that is distributed already is refused with a ValueError on every rank."""
+    for rank, refused in enumerate(pool.run(_apply_twice, strategy)):
+        assert refused, f"rank {rank}: a distributed model was accepted"
+
+
+def _apply_twice(strategy: Strategy) -> bool:
+    from torch.optim import AdamW
+
+    model, _ = _fresh(strategy, seed=0)
+    try:
+        strategy.apply(model, partial(AdamW, lr=1e-3))
+    except ValueError:
+        return True
+    return False
+
+
+def _assert_equal(records: list[TrainingRecord], expected: TrainingRecord, what: str) -> None:
+    for rank, found in enumerate(records):
+        lines = differences(found, expected)
+        assert not lines, f"{what}, rank {rank}: {'; '.join(lines[:5])}"
+
+
+CHECKS: tuple[Check, ...] = (
+    check_value,
+    check_data_ranks,
+    check_parity,
+    check_uneven_window,
+    check_save_and_load,
+    check_memory,
+    check_traffic,
+    check_wrong_model,
+)
+
+
+def check_strategy(strategy: Strategy, world_size: int = 2, pool: WorkerPool | None = None) -> None:
+    """Raise where a strategy breaks a promise that every strategy keeps.
+
+    For authors of a `Strategy`: run it in a test. The class must live in a module that can be
+    imported, since ranks of their own run it.
+
+    Args:
+        strategy: The strategy.
+        world_size: Ranks to start, where no pool is given.
+        pool: Ranks that run already.
+
+    Raises:
+        AssertionError: What differs, and by how much.
+
+    Collective: none; it starts ranks of its own.
+    """
+    if pool is not None:
+        for check in CHECKS:
+            check(strategy, pool)
+        return
+    with WorkerPool(world_size) as started:
+        check_strategy(strategy, pool=started)

@@ -1,0 +1,46 @@
+"""Worlds of real ranks that live for the whole session, and checks that nothing leaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from distft.testing import WorkerPool
+
+# A rank alone in a save gives up after 5 s here, not after a minute.
+RANK_ENVIRONMENT = {"DISTFT_RENDEZVOUS_TIMEOUT": "5"}
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], WorkerPool]]:
+    """Return the pool of a number of ranks, started when it is first asked for."""
+    started: dict[int, WorkerPool] = {}
+
+    def pool(world_size: int) -> WorkerPool:
+        if world_size not in started:
+            started[world_size] = WorkerPool(world_size, timeout=120, env=RANK_ENVIRONMENT)
+        return started[world_size]
+
+    yield pool
+    for running in started.values():
+        running.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fail a test that leaves an environment variable or a process group behind."""
+    before = dict(os.environ)
+    yield
+    changed = {
+        name
+        for name in {*before, *os.environ}
+        if before.get(name) != os.environ.get(name)
+        # pytest's own, and the variable that keeps DeepSpeed quiet on a CPU.
+        and name not in ("PYTEST_CURRENT_TEST", "DS_ACCELERATOR", "TORCHINDUCTOR_CACHE_DIR")
+    }
+    assert not changed, f"the test left {sorted(changed)} changed"
+    torch = __import__("sys").modules.get("torch")
+    if torch is not None:
+        assert not torch.distributed.is_initialized(), "the test left a process group"
