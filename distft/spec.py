@@ -199,7 +199,7 @@ class ModelSpec:
 
 _CHOICES = {
     "tuning": ("full", "lora", "qlora"),
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "adam", "sgd"),
     "attention": ("flash", "eager", "sdpa"),
     "loss": ("eager", "compiled", "chunked", "fused"),
 }
@@ -217,7 +217,7 @@ class Workload:
         lora_rank: Rank of the adapters on dense layers.
         lora_targets: `"all-linear"`, or the names of the modules that get adapters.
         expert_lora_rank: Rank of the adapters on experts; None leaves experts without.
-        optimizer: `"adamw"` (two moments) or `"sgd"` (none).
+        optimizer: `"adamw"` or `"adam"` (two moments), or `"sgd"` without momentum (none).
         attention: `"flash"`, `"sdpa"` or `"eager"`, which keeps the score matrix.
         loss: `"eager"`, `"compiled"`, `"chunked"` or `"fused"`: how much of the logits is kept.
 

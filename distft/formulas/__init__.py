@@ -11,6 +11,7 @@ from distft.formulas.traffic import (
     expert_parallel_bytes,
     ring_bytes,
     ring_fraction,
+    sum_ring_bytes,
     tensor_parallel_bytes,
     zero_traffic_bytes,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "seconds",
     "sharded_memory",
     "sharded_traffic",
+    "sum_ring_bytes",
     "tensor_parallel_bytes",
     "training_flops",
     "zero_memory",

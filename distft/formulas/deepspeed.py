@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distft.formulas._numbers import choice
 from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
@@ -96,7 +96,7 @@ def zero_memory(
 
     Collective: none.
     """
-    sizes = PRECISIONS[choice("precision", precision, PRECISIONS)]
+    sizes = _sizes(precision, stage)
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
     trained = _trained(tensors)
     frozen = sum(tensor.numel for tensor in tensors if not tensor.trainable)
@@ -177,7 +177,7 @@ def zero_traffic(
 
     Collective: none.
     """
-    sizes = PRECISIONS[choice("precision", precision, PRECISIONS)]
+    sizes = _sizes(precision, stage)
     trained = _trained(tensors)
     axis = "dp_shard"
     if stage == 3:
@@ -203,6 +203,15 @@ def zero_traffic(
             3: "3 P (N-1)/N a micro-step",
         }[stage],
     )
+
+
+def _sizes(precision: str, stage: int) -> EngineBytes:
+    sizes = PRECISIONS[choice("precision", precision, PRECISIONS)]
+    if stage == 1 and precision == "bf16-mixed":
+        # Its stage 1 with fp32 accumulation is another optimizer class, without partitions of
+        # gradients; they accumulate in the weights' dtype and are reduced in fp32.
+        return replace(sizes, gradient=sizes.weight)
+    return sizes
 
 
 def _stage3_traffic(

@@ -51,7 +51,7 @@ def fetch_counts(numels: Sequence[int], visits: Sequence[Visit], limits: FetchLi
 
     Collective: none.
 
-    >>> there_and_back = [Visit((0,)), Visit((1,)), Visit((1,)), Visit((0,))]
+    >>> there_and_back = [Visit(own) for own in ((), (0,), (1,), (), (1,), (0,))]
     >>> fetch_counts([4, 4], there_and_back, FetchLimits(prefetch=0))
     [2, 2]
     >>> fetch_counts([4, 4], there_and_back, FetchLimits(prefetch=100))

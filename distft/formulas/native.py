@@ -24,7 +24,7 @@ from distft.formulas.traffic import ring_fraction, zero_traffic_bytes
 
 # torch's AdamW keeps the step count of every parameter as one fp32 scalar tensor.
 STEP_BYTES = 4
-MOMENTS = {"adamw": 2, "sgd": 0}
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
 
 
 @dataclass(frozen=True)

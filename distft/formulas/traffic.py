@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from distft.formulas._numbers import amount, choice, exact, whole
@@ -59,6 +60,23 @@ def ring_fraction(op: str, num_bytes: float, ranks: int) -> Fraction:
     choice("op", op, _PASSES)
     ranks = whole("ranks", ranks, 1)
     return _PASSES[op] * Fraction(amount("num_bytes", num_bytes)) * (ranks - 1) / ranks
+
+
+def sum_ring_bytes(collectives: Iterable[tuple[str, int, int]]) -> int | float:
+    """Bytes that one rank sends in several ring collectives, rounded once at the end.
+
+    Args:
+        collectives: For each, its op, the bytes of the full buffer and the ranks in the group.
+
+    Raises:
+        ValueError: As `ring_bytes`.
+
+    Collective: none.
+
+    >>> sum_ring_bytes([("all_gather", 4, 3), ("all_gather", 8, 3)])
+    8
+    """
+    return exact(sum((ring_fraction(*each) for each in collectives), Fraction(0)))
 
 
 def zero_traffic_bytes(

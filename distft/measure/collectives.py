@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distft.formulas import ring_bytes
+from distft.formulas import ring_bytes, sum_ring_bytes
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,13 +57,9 @@ class CollectiveRecords:
     def wire_bytes(self) -> float:
         """Bytes that this rank puts on the wire in all.
 
-        Summed in units of 1/N, so that whole results come out whole.
+        Summed as fractions and rounded once, so that it equals a prediction of the same sum.
         """
-        by_kind: dict[tuple[str, int], int] = {}
-        for record in self.records:
-            key = (record.op, record.group_size)
-            by_kind[key] = by_kind.get(key, 0) + record.num_bytes
-        return sum(ring_bytes(op, total, ranks) for (op, ranks), total in by_kind.items())
+        return sum_ring_bytes((each.op, each.num_bytes, each.group_size) for each in self.records)
 
     def count(self, op: str) -> int:
         """Return how many collectives of an op were made."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
@@ -193,3 +196,17 @@ def test_a_model_that_is_all_frozen_gives_zero_nothing_to_partition():
 def test_an_unknown_phase_is_refused():
     with pytest.raises(ValueError, match="load, forward, loss, backward, step, save"):
         DDP().memory(L, LOAD, world_size=1).phase_bytes("bakward")
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from distft import HSDP, ModelSpec, Workload, ZeRO3\n"
+        f"spec = ModelSpec.from_config({SMALL!r})\n"
+        "for strategy in (ZeRO3(), HSDP(dp_shard=2)):\n"
+        "    strategy.memory(spec, Workload(), world_size=4)\n"
+        "    strategy.traffic(spec, Workload(), world_size=4)\n"
+        "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -148,6 +148,18 @@ def test_frozen_parameters_of_a_model_are_not_trainable():
     assert spec.total_params - spec.trainable_params == 2 * 3 * 32 * 48
 
 
+def test_a_built_model_of_another_architecture_counts_its_active_experts():
+    config = transformers.GptOssConfig(
+        **SMALL | {"num_hidden_layers": 1, "head_dim": 8, "num_local_experts": 4},
+        num_experts_per_tok=2,
+    )
+    model = build(config)
+    spec = ModelSpec.from_model(model)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert spec.total_params == sum(p.numel() for p in model.parameters())
+    assert spec.active_params == spec.total_params - experts // 2
+
+
 class Stack(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
