@@ -59,7 +59,7 @@ def consolidate(
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
     out = Path(out).absolute()
-    if out == folder.absolute() or folder.absolute() in out.parents:
+    if folder.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"{out} lies inside the checkpoint {folder}. Choose a folder outside it.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file. Choose a folder to write the model to.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distft.checkpoint.pickles import refuse_code
+from distft.checkpoint.pickles import refuse_code_in_pickle
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -76,7 +77,20 @@ def write_dcp(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         for key, value in values.items():
             if hasattr(value, "shape"):
                 state[f"{OPTIMIZER}.{name}.{key}"] = value
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+    with _plain_errors(RuntimeError, f"Writing {folder} failed"):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+
+
+@contextmanager
+def _plain_errors(kind: type[Exception], what: str) -> Iterator[None]:
+    """Raise what torch raises on every rank in a form that ``except Exception`` catches."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise kind(f"{what} on rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
 def safe_reader(folder: Path) -> FileSystemReader:
@@ -95,7 +109,7 @@ def safe_reader(folder: Path) -> FileSystemReader:
             f"{METADATA} is missing: searched {folder}. "
             "Without it nobody knows what the files hold; use another checkpoint."
         )
-    refuse_code(metadata)
+    refuse_code_in_pickle(metadata)
     return FileSystemReader(folder)
 
 
@@ -109,7 +123,15 @@ def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    items = safe_reader(folder).read_metadata().state_dict_metadata
+    reader = safe_reader(folder)
+    try:
+        items = reader.read_metadata().state_dict_metadata
+    except Exception as error:
+        size = (folder / METADATA).stat().st_size
+        raise ValueError(
+            f"{folder / METADATA} ({size} bytes) is no metadata of torch: "
+            f"{type(error).__name__}: {error}. Use another checkpoint."
+        ) from error
     strange = [name for name, item in items.items() if not isinstance(item, TensorStorageMetadata)]
     if strange:
         raise ValueError(
@@ -134,20 +156,25 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     shapes = read_shapes(folder)
-    absent = [name for name in names if name not in shapes]
-    if absent:
-        raise ValueError(
-            f"{len(absent)} of {len(names)} tensors are missing in {folder}, such as {absent[0]}. "
-            "Use another checkpoint."
-        )
+    _check_present(names, shapes, folder)
     found: dict[str, Any] = {
         name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names
     }
     with warnings.catch_warnings():
         # One process is what is wanted; torch warns that it is so.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(found, storage_reader=safe_reader(folder), no_dist=True)
+        with _plain_errors(ValueError, f"Reading {folder} failed"):
+            dcp.load(found, storage_reader=safe_reader(folder), no_dist=True)
     return found
+
+
+def _check_present(names: Sequence[str], shapes: Mapping[str, Any], folder: Path) -> None:
+    absent = [name for name in names if name not in shapes]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} of {len(names)} tensors are missing in {folder}, such as {absent[0]}. "
+            "Use another checkpoint."
+        )
 
 
 def read_dcp(
@@ -161,6 +188,9 @@ def read_dcp(
 
     State tensors are made from the metadata, not by a trial step, which would count as one.
 
+    Raises:
+        ValueError: The metadata is unusable, a tensor is missing, or a file cannot be read.
+
     Collective: every rank.
     """
     import torch
@@ -170,6 +200,8 @@ def read_dcp(
     targets: dict[str, Any] = {
         f"{MODEL}.{name}": tensor.detach() for name, tensor in named_tensors(model).items()
     }
+    full_names = [f"{OPTIMIZER}.{name}.{key}" for name in state_names for key in state_names[name]]
+    _check_present([*targets, *full_names], shapes, folder)
     states: dict[str, dict[str, Any]] = {}
     parameters = dict(unwrap(model).named_parameters())
     for name, keys in state_names.items():
@@ -181,7 +213,8 @@ def read_dcp(
             same = shape == tuple(like.shape)
             made = torch.zeros_like(like, dtype=dtype) if same else torch.zeros(shape, dtype=dtype)
             states[name][key] = targets[full_name] = made
-    dcp.load(targets, storage_reader=safe_reader(folder))
+    with _plain_errors(ValueError, f"Reading {folder} failed"):
+        dcp.load(targets, storage_reader=safe_reader(folder))
     _set_optimizer_state(optimizer, parameters, states)
 
 

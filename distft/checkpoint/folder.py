@@ -14,6 +14,8 @@ FORMAT_VERSION = 1
 DCP, DEEPSPEED = "dcp", "deepspeed"
 LAYOUTS = (DCP, DEEPSPEED)
 STATE_FILE = "state.pt"
+# The parts of the state file.
+TRAIN_STATE = ("groups", "scalars", "scheduler", "data")
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(file.read_text())
         version = fields.pop("format_version")
-        fields["files"] = {name: SavedFile(**saved) for name, saved in fields["files"].items()}
-        manifest = Manifest(**fields) if version == FORMAT_VERSION else None
+        # A later format may have other fields, so its version is looked at before them.
+        manifest = _manifest(fields) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a whole manifest: {error}. Use another checkpoint.") from (
             error
@@ -123,6 +125,21 @@ def read_manifest(path: Path) -> Manifest:
                 "The checkpoint is incomplete: use another one."
             )
     return manifest
+
+
+def _manifest(fields: Mapping[str, Any]) -> Manifest:
+    files = {name: SavedFile(**saved) for name, saved in fields["files"].items()}
+    return Manifest(**{**fields, "files": files})
+
+
+def temporary_name(name: str, nonce: str) -> str:
+    """Return the name under which a checkpoint is written before it is whole."""
+    return f".{name}.{nonce}.tmp"
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a folder has the name of a save that has not ended, or never did."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def is_complete(path: Path) -> bool:
@@ -147,11 +164,14 @@ def latest(root: str | Path) -> Path | None:
     """
     root = Path(root)
     found = [
-        (read_manifest(path).step, path.name)
-        for path in (sorted(root.iterdir()) if root.is_dir() else [])
-        if path.is_dir() and is_complete(path)
+        (read_manifest(path).step, path.name) for path in _folders_below(root) if is_complete(path)
     ]
     return root / max(found)[1] if found else None
+
+
+def _folders_below(root: Path) -> list[Path]:
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    return [path for path in found if path.is_dir() and not is_temporary(path)]
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -175,11 +195,13 @@ def find_checkpoint(path: str | Path) -> Path:
     below = latest(path)
     if below is not None:
         return below
-    if path.is_dir():
-        for child in sorted(path.iterdir()):
-            if (child / MANIFEST).is_file():
-                read_manifest(child)
-    what = "the folder does not exist" if not path.is_dir() else "it has none and no folder below"
+    below_it = _folders_below(path)
+    for child in below_it:
+        if (child / MANIFEST).is_file():
+            read_manifest(child)
+    what = f"neither it nor the {len(below_it)} folders in it have one"
+    if not path.is_dir():
+        what = "there is no such folder"
     raise ValueError(
         f"No checkpoint at {path}: searched it for {MANIFEST}, and {what}. "
         "Pass a folder that Strategy.save returned, or the folder above it."

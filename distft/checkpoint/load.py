@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distft.checkpoint.dcp import named_tensors
-from distft.checkpoint.folder import DEEPSPEED, STATE_FILE, Manifest, find_checkpoint, read_manifest
+from distft.checkpoint.folder import (
+    DEEPSPEED,
+    STATE_FILE,
+    TRAIN_STATE,
+    Manifest,
+    find_checkpoint,
+    read_manifest,
+)
+from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state, set_random_state
 from distft.checkpoint.save import optimizer_name
 from distft.process_group import group_size, rendezvous, together
@@ -75,8 +83,6 @@ def load_checkpoint(
 
     Collective: every rank.
     """
-    import torch
-
     rendezvous("Strategy.load")
     with together():
         folder = find_checkpoint(path)
@@ -84,23 +90,26 @@ def load_checkpoint(
         _check_layout(strategy, manifest, folder)
         _check_model(manifest, model, folder)
         _check_optimizer(manifest, optimizer, folder)
-        small = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
+        small = _read_train_state(folder)
         settings = _group_settings(small["groups"], optimizer, folder)
-        for name, target in (("scheduler", scheduler), ("data", data)):
-            if target is not None and small[name] is None:
-                raise ValueError(
-                    f"load({name}=...) was asked for, and {folder} was saved without {name}. "
-                    f"Leave {name} out, or use a checkpoint saved with it."
-                )
+        _check_target("scheduler", scheduler, small["scheduler"], folder)
+        _check_target("data", data, small["data"][0], folder)
+        random_state = _saved_random_state(strategy, manifest, folder)
+        if data is not None:
+            # It may refuse, so it goes before the first tensor.
+            data.load_state_dict(_data_state(small["data"], strategy, folder))
     with together():
         strategy._read_state(folder / manifest.layout, manifest, small["scalars"], model, optimizer)
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
         if scheduler is not None:
             scheduler.load_state_dict(small["scheduler"])
-        if data is not None:
-            data.load_state_dict(small["data"])
-        _set_randomness(strategy, manifest, folder)
+        if random_state is not None:
+            set_random_state(random_state)
+        else:
+            derive_random_state(
+                manifest.step, strategy.dp_rank, manifest.world_size, strategy.dp_size
+            )
     return LoadedState(
         folder,
         manifest.step,
@@ -165,10 +174,12 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, folder: Path) -> 
             f"Pass {manifest.optimizer} to apply()."
         )
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    if sorted(names) != sorted(manifest.trainable):
+    different = sorted(set(names) ^ set(manifest.trainable))
+    if different:
         raise ValueError(
             f"{folder} trained {len(manifest.trainable)} parameters, and this run trains "
-            f"{len(names)}. Freeze the same ones before apply()."
+            f"{len(names)}: {different[0]} is one of {len(different)} in one of the two only. "
+            "Freeze the same ones before apply()."
         )
 
 
@@ -195,12 +206,43 @@ def _group_settings(
     return settings
 
 
-def _set_randomness(strategy: Loader, manifest: Manifest, folder: Path) -> None:
-    import torch
+def _read_train_state(folder: Path) -> dict[str, Any]:
+    small = load_values(folder / STATE_FILE)
+    if not isinstance(small, dict) or set(small) != set(TRAIN_STATE):
+        raise ValueError(
+            f"{folder / STATE_FILE} does not hold the {len(TRAIN_STATE)} parts "
+            f"{', '.join(TRAIN_STATE)}. The checkpoint is damaged: use another one."
+        )
+    return small
 
-    saved_ranks = manifest.world_size
-    if saved_ranks == strategy.dp_size:
-        file = folder / "rng" / f"rank-{strategy.dp_rank:05d}.pt"
-        set_random_state(torch.load(file, weights_only=True, map_location="cpu"))
-    else:
-        derive_random_state(manifest.step, strategy.dp_rank, saved_ranks, strategy.dp_size)
+
+def _data_state(states: list[Any], strategy: Loader, folder: Path) -> Any:
+    """Return the data state that this rank goes on from."""
+    if len(states) > 1 and len(states) != strategy.dp_size:
+        raise ValueError(
+            f"{folder} holds a data state of its own for each of {len(states)} ranks, and this "
+            f"run has {strategy.dp_size}. Start {len(states)} ranks, or leave data out."
+        )
+    return states[strategy.dp_rank % len(states)]
+
+
+def _check_target(name: str, target: Any, saved: Any, folder: Path) -> None:
+    if target is None:
+        return
+    if not hasattr(target, "load_state_dict"):
+        raise ValueError(
+            f"load({name}=...) needs an object with load_state_dict(), and got "
+            f"{type(target).__name__}. Pass what the run was saved with, built anew."
+        )
+    if saved is None:
+        raise ValueError(
+            f"load({name}=...) was asked for, and {folder} was saved without {name}. "
+            f"Leave {name} out, or use a checkpoint saved with it."
+        )
+
+
+def _saved_random_state(strategy: Loader, manifest: Manifest, folder: Path) -> Any:
+    """Return the random state of this rank, or None where the number of ranks is another."""
+    if manifest.world_size != strategy.dp_size:
+        return None
+    return load_values(folder / "rng" / f"rank-{strategy.dp_rank:05d}.pt")

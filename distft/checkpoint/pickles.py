@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-import zipfile
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,13 @@ ALLOWED = frozenset(
         *_DTYPES,
     }
 )
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+}
+# What torch.load itself looks at to choose between its two formats.
+_ZIP_START = b"PK\x03\x04"
 
 
 class _Inert(dict[Any, Any]):
@@ -77,47 +84,108 @@ class _Inert(dict[Any, Any]):
 
 
 class _InertUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: Path) -> None:
-        super().__init__(io.BytesIO(data))
-        self.path = path
+    refused: str | None = None
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("builtins", "set"):
-            return set
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
         if f"{module}.{name}" in ALLOWED:
             return _Inert
-        raise ValueError(
-            f"{self.path} asks to load {module}.{name}, which is none of the {len(ALLOWED)} names "
-            "that a checkpoint needs and could run code. Nothing was loaded. Do not open this file."
-        )
+        self.refused = f"{module}.{name}"
+        raise pickle.UnpicklingError(self.refused)
 
     def persistent_load(self, pid: Any) -> Any:
         return _Inert()
 
 
 def refuse_code(path: Path) -> None:
-    """Raise where a pickle, plain or inside a torch zip, names more than a checkpoint needs.
+    """Raise where the pickle in a file of ``torch.save`` names more than a checkpoint needs.
+
+    torch's older format, a tar or several pickles in a row, is refused as a whole: no checkpoint
+    here is written in it, and ``torch.load`` would run every part of it.
 
     Raises:
-        ValueError: The file asks for a name that is not on the list, or is no readable pickle.
+        ValueError: The file asks for a name that is not on the list, or is no whole torch file.
 
     Collective: none.
     """
+    import torch
+
+    _check_start(path)
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                names = [name for name in archive.namelist() if name.endswith(".pkl")]
-                pickles = [archive.read(name) for name in names]
-        else:
-            pickles = [path.read_bytes()]
-        for data in pickles:
-            _InertUnpickler(data, path).load()
-    except (pickle.UnpicklingError, EOFError, zipfile.BadZipFile, IndexError, KeyError) as error:
+        # torch's own reader: another one may be led to other bytes of a zip than torch reads.
+        archive = torch._C.PyTorchFileReader(str(path))
+        names = archive.get_all_records()
+        data = archive.get_record("data.pkl")
+    except RuntimeError as error:
+        raise _not_whole(path, error) from error
+    if "constants.pkl" in names:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole pickle: {error}. "
-            "Use a checkpoint whose files are complete."
-        ) from error
+            f"{path} is a TorchScript program among {len(names)} records, and a checkpoint is "
+            "data. Nothing was loaded. Do not open this file."
+        )
+    _check_pickle(data, path)
+
+
+def refuse_code_in_pickle(path: Path) -> None:
+    """Raise where a file that is one pickle names more than a checkpoint needs.
+
+    Raises:
+        ValueError: The file asks for a name that is not on the list, or is no whole pickle.
+
+    Collective: none.
+    """
+    _check_pickle(path.read_bytes(), path)
+
+
+def _check_pickle(data: bytes, path: Path) -> None:
+    unpickler = _InertUnpickler(io.BytesIO(data))
+    try:
+        unpickler.load()
+    except Exception as error:
+        if unpickler.refused is not None:
+            raise _asks_for(path, unpickler.refused) from None
+        raise _not_whole(path, error) from error
+
+
+def load_values(path: Path) -> Any:
+    """Return the tensors and plain values of a file of ``torch.save``, running nothing in it.
+
+    Raises:
+        ValueError: The file holds more than tensors and plain values, or is not whole.
+
+    Collective: none.
+    """
+    import torch
+
+    _check_start(path)
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        # torch says which name it refused in the middle of a long text.
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if name is not None:
+            raise _asks_for(path, name[1]) from None
+        raise _not_whole(path, error) from error
+
+
+def _check_start(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_ZIP_START)) != _ZIP_START:
+            raise _not_whole(path, "it does not start as a torch file does")
+
+
+def _asks_for(path: Path, name: str) -> ValueError:
+    return ValueError(
+        f"{path} asks to load {name}, which is none of the {len(ALLOWED)} names that a checkpoint "
+        "needs and could run code. Nothing was loaded. Do not open this file."
+    )
+
+
+def _not_whole(path: Path, reason: Any) -> ValueError:
+    # torch goes on for a page, with advice to switch its safety off.
+    sentence = (str(reason) or type(reason).__name__).splitlines()[0].split(". ")[0].rstrip(".")
+    return ValueError(
+        f"{path} ({path.stat().st_size} bytes) is not a whole file of a checkpoint: "
+        f"{sentence}. Use a checkpoint whose files are complete."
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import glob
 import importlib.metadata
 import json
 import os
+import pickle
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -21,7 +23,9 @@ from distft.checkpoint.folder import (
     SavedFile,
     describe_file,
     is_complete,
+    temporary_name,
 )
+from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import random_state
 from distft.process_group import from_rank0, group_rank, group_size, rendezvous, together
 from distft.training.wrappers import unwrap
@@ -73,15 +77,16 @@ def save_checkpoint(
     with together():
         _check_request(path, step, extra, {"scheduler": scheduler, "data": data})
     nonce = from_rank0(secrets.token_hex(8))
-    folder = path.parent / f".{path.name}.{nonce}.tmp"
+    folder = path.parent / temporary_name(path.name, nonce)
     try:
         _make_folder(folder, path, nonce)
         with together():
             strategy._write_state(folder / strategy.layout, model, optimizer)
             _write_random_state(folder)
+        data_states = _data_states(data)
         with together():
             if group_rank() == 0:
-                _write_train_state(folder, model, optimizer, scheduler, data)
+                _write_train_state(folder, model, optimizer, scheduler, data_states)
                 _write_model_files(folder, model, processing_class)
         files = _describe_files(folder)
         with together():
@@ -131,7 +136,7 @@ def _make_folder(folder: Path, path: Path, nonce: str) -> None:
     with together():
         if group_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for left_over in path.parent.glob(f".{path.name}.*.tmp"):
+            for left_over in path.parent.glob(temporary_name(glob.escape(path.name), "*")):
                 shutil.rmtree(left_over, ignore_errors=True)
             folder.mkdir()
             (folder / "nonce").write_text(nonce)
@@ -154,8 +159,25 @@ def _write_random_state(folder: Path) -> None:
     torch.save(random_state(), folder / "rng" / f"rank-{group_rank():05d}.pt")
 
 
+def _data_states(data: Any) -> list[Any]:
+    """Return the state of the data: one that all ranks share, or (of a stream) each rank's own.
+
+    Collective: every rank.
+    """
+    import torch.distributed as dist
+
+    with together():
+        mine = None if data is None else data.state_dict()
+    everyone: list[Any] = [mine]
+    if dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    same = len({pickle.dumps(state) for state in everyone}) == 1
+    return everyone[:1] if same else everyone
+
+
 def _write_train_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, data: Any
+    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, data_states: list[Any]
 ) -> None:
     """Write the small state, and read it back the way a load will."""
     import torch
@@ -167,16 +189,17 @@ def _write_train_state(
         ],
         "scalars": optimizer_scalars(model, optimizer),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "data": None if data is None else data.state_dict(),
+        "data": data_states,
     }
     for name, value in state.items():
-        torch.save(value, folder / STATE_FILE)
         try:
-            torch.load(folder / STATE_FILE, weights_only=True)
+            torch.save(value, folder / STATE_FILE)
+            load_values(folder / STATE_FILE)
         except Exception as error:
             raise ValueError(
-                f"The state of the {name} holds more than tensors and plain values, so no load "
-                f"could read it without running code: {str(error).splitlines()[0]} "
+                f"save({name}=...) has a state that holds more than tensors and plain values, so "
+                "no load could read it without running code: "
+                f"{str(error).removeprefix(f'{folder / STATE_FILE} ').partition(', which')[0]}. "
                 "Keep functions and objects out of its state_dict()."
             ) from error
     torch.save(state, folder / STATE_FILE)
