@@ -83,9 +83,10 @@ class ZeRO(Strategy):
         # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
         # them is valid before and after; it swaps in its flat partitions itself.
         client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
-        engine, _, _, _ = deepspeed.initialize(
-            model=model, optimizer=client, config=self._config(), dist_init_required=False
-        )
+        with _one_zero_optimizer(deepspeed.DeepSpeedEngine):
+            engine, _, _, _ = deepspeed.initialize(
+                model=model, optimizer=client, config=self._config(), dist_init_required=False
+            )
         if self.stage == 3:
             sum_gradients(engine.optimizer)
         return engine, engine_optimizer(engine)
@@ -334,6 +335,26 @@ def _load_deepspeed() -> Any:
     _last_world = dist.group.WORLD
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+@contextmanager
+def _one_zero_optimizer(engine_class: Any) -> Iterator[None]:
+    """Make stage 1 in mixed precision use the ZeRO optimizer that every other case uses.
+
+    For bf16 weights with fp32 accumulation the engine picks its older BF16_Optimizer, which
+    all-reduces whole gradients to every rank and keeps them in other places.
+    """
+    original = engine_class._do_optimizer_sanity_check
+
+    def check(engine: Any, basic_optimizer: Any) -> str:
+        stage = engine.zero_optimization_stage()
+        return "zero_optimization" if stage == 1 else original(engine, basic_optimizer)
+
+    engine_class._do_optimizer_sanity_check = check
+    try:
+        yield
+    finally:
+        engine_class._do_optimizer_sanity_check = original
 
 
 def engine_optimizer(engine: Any) -> Optimizer:
