@@ -10,7 +10,7 @@ from distft.demo.data import Example
 from distft.demo.tokenizer import load_tokenizer, prompt_ids
 
 # Names that a small model has a chance with: many others are documented in the same words.
-_ASKED = ("inspect.iscode", "math.asinh", "str.isupper", "os.path.isfile")
+_ASKED = ("str.isdigit", "inspect.iscode", "math.cosh", "os.path.isfile")
 _MAX_NEW_TOKENS = 48
 
 

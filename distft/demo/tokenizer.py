@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from distft.demo.data import Example
 
-VOCABULARY = 1024
+VOCABULARY = 2048
 MAX_TOKENS = 96  # of one row; nearly all are shorter
 IGNORED = -100  # the label that cross-entropy leaves out, in torch and in transformers
 
