@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distft.formulas._numbers import choice
 from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
@@ -96,7 +96,7 @@ def zero_memory(
 
     Collective: none.
     """
-    sizes = _sizes(precision, stage)
+    sizes = _sizes(precision)
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
     trained = _trained(tensors)
     frozen = sum(tensor.numel for tensor in tensors if not tensor.trainable)
@@ -177,7 +177,7 @@ def zero_traffic(
 
     Collective: none.
     """
-    sizes = _sizes(precision, stage)
+    sizes = _sizes(precision)
     trained = _trained(tensors)
     axis = "dp_shard"
     if stage == 3:
@@ -205,13 +205,8 @@ def zero_traffic(
     )
 
 
-def _sizes(precision: str, stage: int) -> EngineBytes:
-    sizes = PRECISIONS[choice("precision", precision, PRECISIONS)]
-    if stage == 1 and precision == "bf16-mixed":
-        # Its stage 1 with fp32 accumulation is another optimizer class, without partitions of
-        # gradients; they accumulate in the weights' dtype and are reduced in fp32.
-        return replace(sizes, gradient=sizes.weight)
-    return sizes
+def _sizes(precision: str) -> EngineBytes:
+    return PRECISIONS[choice("precision", precision, PRECISIONS)]
 
 
 def _stage3_traffic(

@@ -73,10 +73,12 @@ def _parameter_tensors(model: Any) -> list[Any]:
 
 
 def _gradient_tensors(model: Any) -> list[Any]:
-    whole = [p.grad for p in unwrap(model).parameters() if p.grad is not None]
+    whole: list[Any] = [p.grad for p in unwrap(model).parameters() if p.grad is not None]
     if not is_engine(model):
         return whole
     averaged = model.optimizer.averaged_gradients.values()
+    # Stage 1 in mixed precision accumulates in fp32 beside the parameter.
+    whole += [getattr(p, "grad_accum", None) for p in unwrap(model).parameters()]
     return [*whole, *[tensor for group in averaged if group for tensor in group]]
 
 

@@ -13,10 +13,10 @@ from distft.checkpoint.folder import DCP
 from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
 from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.process_group import local_device
+from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
-from distft.training.units import sharding_units
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,8 +53,8 @@ class Sharded(Strategy):
             "mp_policy": _mixed_precision(self.precision),
             "reshard_after_forward": self.reshard_after_forward,
         }
-        for _, unit in sharding_units(model):
-            fully_shard(unit, **policy)
+        for path in sharding_units(model):
+            fully_shard(model.get_submodule(path), **policy)
         fully_shard(model, **policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -89,6 +89,8 @@ class ZeRO(Strategy):
             )
         if self.stage == 3:
             sum_gradients(engine.optimizer)
+        elif self.stage == 1 and self.precision == "bf16-mixed":
+            free_accumulators(engine.optimizer)
         return engine, engine_optimizer(engine)
 
     def _config(self) -> dict[str, Any]:
@@ -416,6 +418,26 @@ def sum_gradients(zero: Any) -> None:
             "Install deepspeed 0.19.8, which has it."
         )
     zero._gradient_averaging_world_size = lambda params, partition_world_size: 1
+
+
+def free_accumulators(zero: Any) -> None:
+    """Make a stage 1 optimizer free its whole fp32 gradients once they are reduced.
+
+    It accumulates beside each parameter, copies its part out at the boundary, and would keep
+    the rest until the update: up to 4 bytes a parameter.
+
+    Collective: none.
+    """
+    reduce_all = zero.independent_gradient_partition_epilogue
+
+    def reduce_and_free() -> None:
+        reduce_all()
+        if zero.is_gradient_accumulation_boundary():
+            for group in zero.bit16_groups:
+                for parameter in group:
+                    parameter.grad_accum = None
+
+    zero.independent_gradient_partition_epilogue = reduce_and_free
 
 
 def drop_gradients(engine: Any) -> None:

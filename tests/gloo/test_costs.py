@@ -36,7 +36,7 @@ POLICIES = [
 ]
 PRECISE = [
     *(kind(precision="bf16") for kind in (DDP, ZeRO1, ZeRO2, ZeRO3, FSDP2)),
-    *(kind(precision="bf16-mixed") for kind in (DDP, ZeRO2, ZeRO3, FSDP2)),
+    *(kind(precision="bf16-mixed") for kind in (DDP, ZeRO1, ZeRO2, ZeRO3, FSDP2)),
 ]
 # Until its third micro-step ZeRO-3 has no record to look ahead along.
 STEPS_BEFORE = 2
