@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -120,9 +121,12 @@ def _write_model(
 
         save_torch_state_dict(dict(state), made, max_shard_size=max_shard_size)
         if (folder / "config.json").is_file():
-            shutil.copy(folder / "config.json", made)
+            config = json.loads((folder / "config.json").read_text())
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return
-    skeleton.config.dtype = dtype
+    # The config gets the dtype of the model, so it is the model that must have it.
+    skeleton.to(dtype)
     with _no_progress_bars():
         skeleton.save_pretrained(made, state_dict=dict(state), max_shard_size=max_shard_size)
 

@@ -212,10 +212,17 @@ def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) ->
         if config is not None and hasattr(config, "save_pretrained"):
             if name == "config":
                 # Only save_pretrained of a model would write it, and readers choose by it.
-                config.architectures = [type(inner).__name__]
+                config.architectures = [_published_class(inner).__name__]
             config.save_pretrained(folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
+
+
+def _published_class(model: nn.Module) -> type:
+    """Return the class of a model, below the one that ``fully_shard`` puts over it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _describe_files(folder: Path) -> dict[str, SavedFile]:
