@@ -35,22 +35,30 @@ def plot_losses(path: Path, reference: Run, results: Sequence[Result]) -> None:
     figure, (above, below) = _figure(9, 7.2, rows=2, heights=(3, 2))
     steps = range(1, len(reference.losses) + 1)
     # The curves cover each other: the first drawn is the widest, so that all stay visible.
-    widths = [3 + 2.5 * (len(results) - i) for i in range(len(results))]
+    widths = [1.2 + 1.5 * (len(results) - i) for i in range(len(results))]
     for result, colour, width in zip(results, _COLOURS, widths, strict=False):
-        above.plot(steps, result.losses, color=colour, lw=width, label=_LABELS[result.name])
+        above.plot(
+            steps,
+            result.losses,
+            color=colour,
+            lw=width,
+            label=_LABELS[result.name],
+            solid_capstyle="butt",
+        )
     above.plot(steps, reference.losses, color="black", lw=1.2, label="one process")
     above.set_ylabel("loss (nats per answer token)")
     above.set_title(
         "Every strategy trains the same model: the curves lie on each other", loc="left"
     )
-    above.legend(ncols=2, frameon=False)
-    for result, colour in zip(results, _COLOURS, strict=False):
+    for handle in above.legend(ncols=2, frameon=False).get_lines()[: len(results)]:
+        handle.set_linewidth(5)
+    for i, (result, colour) in enumerate(zip(results, _COLOURS, strict=False)):
         differences = [
             # A logarithmic axis has no 0; an equal loss is drawn at its lower edge.
             max(abs(a - b) / abs(b), 1e-9)
             for a, b in zip(result.losses, reference.losses, strict=True)
         ]
-        below.plot(steps, differences, color=colour, lw=1.3, marker=".", ms=4)
+        below.plot(steps, differences, color=colour, lw=0.9 + 0.3 * (len(results) - i))
     below.axhline(TOLERANCE, color="black", lw=1, ls="--")
     below.annotate(
         f"tolerance {TOLERANCE:.0e}", (0.995, TOLERANCE), xycoords=("axes fraction", "data"),

@@ -150,12 +150,13 @@ def _meanings(result: Result) -> list[tuple[str, str]]:
         (
             "MB held",
             "megabytes (1,000,000 bytes) of weights, gradients and optimizer state on the fullest "
-            "rank, measured; then what strategy.memory() says, = where it is equal to the byte",
+            "rank after a backward pass, measured; beside it what strategy.memory() says, = where "
+            "it is the same to the byte",
         ),
         (
             "MB sent",
-            f"megabytes that one rank sends to the others in one step, counted in step "
-            f"{COUNTED_STEP} as a ring sends them; then what strategy.traffic() says, = as above",
+            f"megabytes that one rank sends to others in one step, counted in step {COUNTED_STEP} "
+            "as a ring sends them; beside it what strategy.traffic() says, = as above",
         ),
         (
             "resume",

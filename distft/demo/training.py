@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
 
+    from distft.strategies.base import Strategy
+
 LEARNING_RATE, BETAS = 6e-3, (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 WARM_UP_STEPS = 8
@@ -41,7 +43,8 @@ class Run:
         losses: Cross-entropy in nats per answer token, one a step.
         grad_norms: 2-norm of the gradient before clipping, one a step.
         seconds: Wall time of the steps.
-        state: Bytes of model state that this rank holds; None for one process.
+        state: Bytes of model state that this rank holds after a backward pass; None for one
+            process.
         wire_bytes: Bytes that this rank sent in step `COUNTED_STEP`; None if it was not reached.
         resumed: Losses of the steps made again after a stop in the middle.
         checkpoint: Folder of the last save.
@@ -66,7 +69,7 @@ def train(job: Job, report: Report) -> Run:
     strategy = job.strategy
     model, optimizer, scheduler, batches = _start(job, job.seed)
     losses, norms, seconds = [], [], 0.0
-    wire_bytes, state, middle = None, None, job.folder / "middle"
+    wire_bytes, middle = None, job.folder / "middle"
     for step, micro_batches in enumerate(_steps(batches, job.steps), start=1):
         begun = time.perf_counter()
         # Counting sees every operation go by, which is slow: one step is counted.
@@ -83,11 +86,11 @@ def train(job: Job, report: Report) -> Run:
         if step == job.middle:
             strategy.save(middle, model, optimizer, step=step, scheduler=scheduler, data=batches)
         report(step, losses[-1])
-    state = model_state_bytes(model, optimizer)
     tokenizer = _load_tokenizer(job.tokenizer)
     checkpoint = strategy.save(
         job.folder / "end", model, optimizer, step=job.steps, processing_class=tokenizer
     )
+    state = _state_after_backward(strategy, model, optimizer, micro_batches[0])
     del model, optimizer, scheduler
     resumed = _resume(job, middle, report)
     return Run(tuple(losses), tuple(norms), seconds, state, wire_bytes, resumed, checkpoint)
@@ -104,6 +107,21 @@ def _start(job: Job, seed: int) -> tuple[nn.Module, Optimizer, LambdaLR, Batches
         job.rows, micro_batch=job.sizes.micro_batch, grad_accum=job.grad_accum, seed=job.seed
     )
     return model, optimizer, _schedule(optimizer, job.steps), batches
+
+
+def _state_after_backward(
+    strategy: Strategy, model: nn.Module, optimizer: Optimizer, batch: dict[str, Any]
+) -> ModelStateBytes:
+    """Bytes that this rank holds when weights, gradients and moments are all there.
+
+    ZeRO lets its gradients go in the update, so they are counted after a backward pass.
+    """
+    from distft.process_group import local_device
+
+    device = local_device()
+    optimizer.zero_grad()
+    strategy.backward(model(**{key: value.to(device) for key, value in batch.items()}).loss)
+    return model_state_bytes(model, optimizer)
 
 
 def _resume(job: Job, middle: Path, report: Report) -> tuple[float, ...]:
