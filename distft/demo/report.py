@@ -51,7 +51,9 @@ def print_opening(
     console.print()
 
 
-def print_answers(console: Console, asked: Sequence[Example], results: Sequence[Result]) -> None:
+def print_answers(
+    console: Console, asked: Sequence[Example], results: Sequence[Result], epochs: float
+) -> None:
     """Print what a consolidated model answers, ZeRO-3's if it ran, and whether the others agree.
 
     Collective: none
@@ -77,7 +79,8 @@ def print_answers(console: Console, asked: Sequence[Example], results: Sequence[
             highlight=False,
         )
     console.print(
-        "[dim]It has seen each row about once and learned how docstrings sound, no facts.[/]",
+        f"[dim]It has seen each answer {epochs:.1f} times: enough to sound like a docstring, not "
+        "to know one. Try --steps 1000.[/]",
         highlight=False,
     )
 
@@ -151,7 +154,8 @@ def _meanings(result: Result) -> list[tuple[str, str]]:
             "MB held",
             "megabytes (1,000,000 bytes) of weights, gradients and optimizer state on the fullest "
             "rank after a backward pass, measured; beside it what strategy.memory() says, = where "
-            "it is the same to the byte",
+            "it is the same to the byte. ZeRO keeps a second 32-bit copy of its part of the "
+            "weights in the optimizer, which FSDP2 has no need of in fp32",
         ),
         (
             "MB sent",

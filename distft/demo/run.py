@@ -75,7 +75,8 @@ def run_demo(settings: Settings, ranks: Ranks, console: Console) -> bool:
         ]
     print_report(console, reference, results)
     if ranks.is_first:
-        print_answers(console, ask_about(rows), results)
+        epochs = alone.steps * alone.sizes.micro_batch * alone.sizes.micro_batches / len(rows)
+        print_answers(console, ask_about(rows), results, epochs)
         plot_losses(settings.out / "losses.png", reference, results)
         plot_memory(settings.out / "memory.png", results)
         write_json(settings.out / "results.json", reference, results)
