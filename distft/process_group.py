@@ -189,13 +189,13 @@ def raise_together(error: BaseException | None) -> None:
         return
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    for rank, found in enumerate(everyone):
-        if found is not None:
-            is_value_error, text = found
-            if error is not None and rank == dist.get_rank():
-                raise error
-            kind = ValueError if is_value_error else RuntimeError
-            raise kind(text if text == (mine or (0, ""))[1] else f"{text} (on rank {rank})")
+    failing = [rank for rank, found in enumerate(everyone) if found is not None]
+    if not failing:
+        return
+    is_value_error, text = everyone[failing[0]]
+    if any(found != everyone[failing[0]] for found in everyone):
+        text = f"{text} (on rank {failing[0]})"
+    raise (ValueError if is_value_error else RuntimeError)(text) from error
 
 
 @contextmanager

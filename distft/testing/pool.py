@@ -92,7 +92,7 @@ class WorkerPool:
         answers = self._collect(time.monotonic() + limit, limit)
         errors = [answer[1] if answer and not answer[0] else None for answer in answers]
         if any(errors):
-            if None in answers:
+            if None in answers or not all(process.is_alive() for process in self._processes):
                 self._poison()
             raise RanksFailed(_report(answers), [error[0] if error else None for error in errors])
         return [answer[1] for answer in answers if answer is not None]
@@ -124,7 +124,6 @@ class WorkerPool:
         try:
             return pickle.loads(pipe.recv_bytes())
         except EOFError:
-            self._poison()
             return (False, (RuntimeError("The rank's process ended."), "The rank's process ended."))
 
     def _start(self) -> None:
