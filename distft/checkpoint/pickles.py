@@ -59,6 +59,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): tuple,
     ("builtins", "set"): set,
+    # As the older protocol that torch uses spells it.
+    ("__builtin__", "set"): set,
 }
 # What torch.load itself looks at to choose between its two formats.
 _ZIP_START = b"PK\x03\x04"

@@ -129,6 +129,9 @@ def _check_request(
         raise ValueError(
             f"{path} exists and is no empty folder. Save to a new one, or remove it first."
         )
+    above = next(parent for parent in path.parents if parent.exists())
+    if not above.is_dir():
+        raise ValueError(f"{path} lies below {above}, which is a file. Save below a folder.")
 
 
 def _make_folder(folder: Path, path: Path, nonce: str) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import random
+import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import LlamaForCausalLM
 
 import distft
+from distft import FSDP2
 from distft.testing import tiny_batches, tiny_model
 
 ODD_SIZES = {
@@ -49,6 +52,7 @@ class Recipe:
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     rows: int = 12
+    two_groups: bool = False
 
     def build(self) -> Any:
         """Return the model at its start."""
@@ -74,7 +78,15 @@ class Recipe:
         factory = partial(getattr(torch.optim, self.optimizer), lr=self.learning_rate)
         if self.optimizer != "SGD":
             factory = partial(factory, weight_decay=self.weight_decay)
-        return strategy.apply(self.build(), factory)
+        model = self.build()
+        groups = None
+        if self.two_groups:
+            named = list(model.named_parameters())
+            groups = [
+                {"params": [name for name, p in named if p.dim() > 1]},
+                {"params": [name for name, p in named if p.dim() == 1], "lr": 1e-2},
+            ]
+        return strategy.apply(model, factory, param_groups=groups)
 
     def step(self, strategy: Any, model: Any, optimizer: Any, step: int) -> float:
         """Make one step on `rows` rows over all ranks and return its loss."""
@@ -165,119 +177,93 @@ def _adam_counts(optimizer: Any) -> set[float]:
     return {float(state["step"]) for state in optimizer.state.values() if "step" in state}
 
 
-# ---- stopping and resuming with everything a run has --------------------------------------------
+# ---- what is refused ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Course:
-    """A training with two groups, a frozen part, a schedule and data that ends in mid-window."""
+class Call:
+    """One save or load that may be refused; `scheduler` and `data` True mean a real one."""
 
-    model: str = "L"
-    dropout: float = 0.0
-    frozen: str | None = "mlp"
-    rows_per_step: int = 12
-    num_rows: int = 12 * 5 + 7
-
-    def start(self, strategy: Any, seed: int) -> tuple[Any, Any, Any, Any, list[int]]:
-        """Return model, optimizer, scheduler, data, and the list of rows that it will fill."""
-        import torch
-
-        distft.init(seed=3)
-        model = tiny_model(self.model, seed, attention_dropout=self.dropout)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(self.frozen is None or self.frozen not in name)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        groups = [
-            {"params": [n for n, p in trained.items() if p.dim() > 1], "weight_decay": 0.1},
-            {
-                "params": [n for n, p in trained.items() if p.dim() == 1],
-                "weight_decay": 0.0,
-                "lr": 2e-3,
-            },
-        ]
-        model, optimizer = strategy.apply(
-            model, partial(torch.optim.AdamW, lr=1e-3), param_groups=groups
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
-        rows_read: list[int] = []
-        data = strategy.batches(
-            self._dataset(),
-            grad_accum=self.rows_per_step // strategy.dp_size,
-            seed=5,
-            collate=partial(_collate, rows_read),
-        )
-        return model, optimizer, scheduler, data, rows_read
-
-    def _dataset(self) -> list[tuple[int, Any]]:
-        tokens = [3 + (5 * row) % 12 for row in range(self.num_rows)]
-        return list(enumerate(tiny_batches(tokens)))
+    name: str
+    path: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _collate(rows_read: list[int], rows: Sequence[tuple[int, Any]]) -> dict[str, Any]:
-    [(index, batch)] = rows
-    rows_read.append(index)
-    return dict(batch)
-
-
-def _draws() -> tuple[float, float, float]:
-    import numpy as np
+def attempt(
+    strategy: Any, recipe: Recipe, calls: Sequence[Call]
+) -> list[tuple[type | None, str, bool]]:
+    """Make calls on one model; return each one's error, its text, and whether weights changed."""
     import torch
 
-    return random.random(), float(np.random.rand()), float(torch.rand(1))
+    model, optimizer = recipe.apply(strategy)
+    real = {
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "data": strategy.batches(list(range(10))),
+    }
+    found = []
+    for call in calls:
+        options = {
+            key: real[key] if value is True and key in real else value
+            for key, value in call.options.items()
+        }
+        if call.name == "save":
+            options.setdefault("step", 1)
+        before = strategy.gather_weights(model)
+        kind, text = None, ""
+        try:
+            getattr(strategy, call.name)(call.path, model, optimizer, **options)
+        except (Exception, CheckpointException) as error:
+            kind, text = type(error), str(error)
+        after = strategy.gather_weights(model)
+        changed = any(not torch.equal(after[name], before[name]) for name in before)
+        found.append((kind, text, changed))
+    return found
 
 
-def _run(
-    strategy: Any, parts: Any, start: int, stop: int, save_at: int | None, path: Path
-) -> dict[str, Any]:
-    model, optimizer, scheduler, data, rows_read = parts
-    steps, step = [], start
-    while step < stop:
-        for micro_batches in data:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            result = strategy.train_step(model, optimizer, micro_batches, max_grad_norm=1.0)
-            scheduler.step()
-            step += 1
-            steps.append((result.loss, result.grad_norm, rates, _draws(), rows_read[:]))
-            rows_read.clear()
-            if step == save_at:
-                options = {"scheduler": scheduler, "data": data, "extra": {"run": [1, None]}}
-                strategy.save(path, model, optimizer, step=step, **options)
-            if step == stop:
-                break
-    decay = [group["weight_decay"] for group in optimizer.param_groups]
-    return {"steps": steps, "decay": decay, "weights": strategy.gather_weights(model)}
+def call_on_one_rank(
+    strategy: Any, recipe: Recipe, call: str, caller: int, path: Path, later: Path
+) -> tuple[type | None, str, float]:
+    """Save or load on one rank while the others wait elsewhere; then save on all of them."""
+    import torch.distributed as dist
+
+    model, optimizer = recipe.apply(strategy)
+    kind, text, seconds = None, "", 0.0
+    if dist.get_rank() == caller:
+        start = time.monotonic()
+        try:
+            if call == "save":
+                strategy.save(path, model, optimizer, step=1)
+            else:
+                strategy.load(path, model, optimizer)
+        except Exception as error:
+            kind, text = type(error), str(error)
+        seconds = time.monotonic() - start
+    dist.barrier()
+    strategy.save(later, model, optimizer, step=1)
+    strategy.load(later, model, optimizer)
+    return kind, text, seconds
 
 
-def run_course(
-    strategy: Any, course: Course, path: Path, stop: int, save_at: int
-) -> dict[str, Any]:
-    """Train to step `stop` without a break, saving at `save_at` on the way."""
-    return _run(strategy, course.start(strategy, seed=0), 0, stop, save_at, path)
+def consolidate_on_ranks(strategy: Any, path: Path, out: Path, dtype: str) -> Path:
+    """Consolidate with every rank there."""
+    distft.init(seed=3)
+    return strategy.consolidate(path, out, dtype=dtype)
 
 
-def resume_course(strategy: Any, course: Course, path: Path, stop: int) -> dict[str, Any]:
-    """Load into a run of another seed and train to step `stop`; also return the log."""
-    model, optimizer, scheduler, data, rows_read = course.start(strategy, seed=77)
-    lines: list[str] = []
-    listener = _Listener(lines)
-    logger = logging.getLogger("distft")
-    level = logger.level
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        state = strategy.load(path, model, optimizer, scheduler=scheduler, data=data)
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
-    parts = model, optimizer, scheduler, data, rows_read
-    found = _run(strategy, parts, state.step, stop, None, path)
-    return {**found, "state": state, "log": lines}
+def die_in_a_save(recipe: Recipe, victim: int, path: Path) -> None:
+    """Save with a rank that is killed when all state is written and the manifest is not."""
+    strategy = DyingFSDP2(victim=victim)
+    model, optimizer = recipe.apply(strategy)
+    strategy.save(path, model, optimizer, step=2)
 
 
-class _Listener(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DyingFSDP2(FSDP2):
+    """FSDP2 with a rank that is killed in the middle of a save."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    victim: int = 0
+
+    def _write_state(self, folder: Path, model: Any, optimizer: Any) -> None:
+        super()._write_state(folder, model, optimizer)
+        if self.dp_rank == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)

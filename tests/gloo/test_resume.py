@@ -2,14 +2,150 @@
 
 from __future__ import annotations
 
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import distft
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
-from tests.gloo.checkpoint_jobs import Course, resume_course, run_course
+from distft.testing import RanksFailed, tiny_batches, tiny_model
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training with two groups, a frozen part, a schedule and data that ends in mid-window."""
+
+    model: str = "L"
+    dropout: float = 0.0
+    frozen: str | None = "mlp"
+    rows_per_step: int = 12
+    num_rows: int = 12 * 5 + 7
+
+    def start(self, strategy: Any, seed: int) -> tuple[Any, Any, Any, Any, list[int]]:
+        """Return model, optimizer, scheduler, data, and the list of rows that it will fill."""
+        distft.init(seed=3)
+        model = tiny_model(self.model, seed, attention_dropout=self.dropout)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.frozen is None or self.frozen not in name)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        groups = [
+            {"params": [n for n, p in trained.items() if p.dim() > 1], "weight_decay": 0.1},
+            {
+                "params": [n for n, p in trained.items() if p.dim() == 1],
+                "weight_decay": 0.0,
+                "lr": 2e-3,
+            },
+        ]
+        model, optimizer = strategy.apply(
+            model, partial(torch.optim.AdamW, lr=1e-3), param_groups=groups
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+        rows_read: list[int] = []
+        data = strategy.batches(
+            self._dataset(),
+            grad_accum=self.rows_per_step // strategy.dp_size,
+            seed=5,
+            collate=partial(_collate, rows_read),
+        )
+        return model, optimizer, scheduler, data, rows_read
+
+    def _dataset(self) -> list[tuple[int, Any]]:
+        tokens = [3 + (5 * row) % 12 for row in range(self.num_rows)]
+        return list(enumerate(tiny_batches(tokens)))
+
+
+def _collate(rows_read: list[int], rows: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+    [(index, batch)] = rows
+    rows_read.append(index)
+    return dict(batch)
+
+
+def _draws() -> tuple[float, float, float]:
+    import numpy as np
+
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+def _run(
+    strategy: Any, parts: Any, start: int, stop: int, save_at: int | None, path: Path
+) -> dict[str, Any]:
+    model, optimizer, scheduler, data, rows_read = parts
+    steps, step = [], start
+    while step < stop:
+        for micro_batches in data:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            result = strategy.train_step(model, optimizer, micro_batches, max_grad_norm=1.0)
+            scheduler.step()
+            step += 1
+            steps.append((result.loss, result.grad_norm, rates, _draws(), rows_read[:]))
+            rows_read.clear()
+            if step == save_at:
+                options = {"scheduler": scheduler, "data": data, "extra": {"run": [1, None]}}
+                strategy.save(path, model, optimizer, step=step, **options)
+            if step == stop:
+                break
+    decay = [group["weight_decay"] for group in optimizer.param_groups]
+    return {"steps": steps, "decay": decay, "weights": strategy.gather_weights(model)}
+
+
+def run_course(
+    strategy: Any, course: Course, path: Path, stop: int, save_at: int
+) -> dict[str, Any]:
+    """Train to step `stop` without a break, saving at `save_at` on the way."""
+    return _run(strategy, course.start(strategy, seed=0), 0, stop, save_at, path)
+
+
+def resume_course(strategy: Any, course: Course, path: Path, stop: int) -> dict[str, Any]:
+    """Load into a run of another seed and train to step `stop`; also return the log."""
+    model, optimizer, scheduler, data, rows_read = course.start(strategy, seed=77)
+    lines: list[str] = []
+    listener = _Listener(lines)
+    logger = logging.getLogger("distft")
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        state = strategy.load(path, model, optimizer, scheduler=scheduler, data=data)
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+    parts = model, optimizer, scheduler, data, rows_read
+    found = _run(strategy, parts, state.step, stop, None, path)
+    return {**found, "state": state, "log": lines}
+
+
+class _Listener(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def read_a_stream(strategy: Any, path: Path, steps: int, resume: bool) -> list[int]:
+    """Read each rank's own stream for some steps, saving or having loaded; return the rows."""
+    distft.init(seed=3)
+    factory = partial(torch.optim.SGD, lr=0.1)
+    model, optimizer = strategy.apply(torch.nn.Linear(3, 2), factory)
+    rows = [10 * strategy.dp_rank + row for row in range(3 + 4 * strategy.dp_rank)]
+    data = strategy.batches(iter(rows), collate=lambda rows: {"rows": rows})
+    if resume:
+        strategy.load(path, model, optimizer, data=data)
+    read = []
+    for _, micro_batches in zip(range(steps), data, strict=False):
+        read += [row for batch in micro_batches for row in batch["rows"]]
+    if not resume:
+        strategy.save(path, model, optimizer, step=steps, data=data)
+    return read
+
 
 SIX = [
     (DDP(), 2),
@@ -48,6 +184,21 @@ def test_steps_6_to_10_after_a_stop_are_bit_equal(pools, tmp_path, strategy, ran
         for name, weight in after["weights"].items():
             assert torch.equal(weight, before["weights"][name]), name
         assert not any("re-derived" in line for line in after["log"])
+
+
+def test_every_rank_goes_on_in_its_own_stream(pools, tmp_path):
+    before = pools(2).run(read_a_stream, FSDP2(), tmp_path / "step-5", 5, False)
+    assert before == [[0, 1, 2], [10, 11, 12, 13, 14]]
+    after = pools(2).run(read_a_stream, FSDP2(), tmp_path / "step-5", 9, True)
+    assert after == [[], [15, 16]]
+
+
+def test_streams_of_two_ranks_are_not_split_over_three(pools, tmp_path):
+    pools(2).run(read_a_stream, FSDP2(), tmp_path / "step-5", 5, False)
+    with pytest.raises(RanksFailed, match="Start 2 ranks, or leave data out") as failed:
+        pools(3).run(read_a_stream, FSDP2(), tmp_path / "step-5", 9, True)
+    assert len({str(error) for error in failed.value.errors}) == 1
+    assert "for each of 2 ranks, and this run has 3" in str(failed.value.errors[2])
 
 
 # ---- another number of ranks --------------------------------------------------------------------
