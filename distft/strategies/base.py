@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from distft.mesh import Mesh
 from distft.process_group import (
@@ -25,8 +24,9 @@ from distft.strategies.guards import (
     enable_checkpointing,
     mark_applied,
 )
+from distft.strategies.hooks import StrategyHooks
 from distft.strategies.precision import cast_parameters
-from distft.training.clip import GradientShards, check_max_norm, global_norm, scale_gradients
+from distft.training.clip import check_max_norm, global_norm, scale_gradients
 from distft.training.data import Batches, Collate
 from distft.training.loss import Batch, count_next_tokens
 from distft.training.optimizers import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from distft.checkpoint.folder import Manifest
     from distft.checkpoint.load import LoadedState
     from distft.formulas import MemoryReport, TrafficReport
     from distft.spec import ModelSpec, Workload
@@ -56,7 +55,7 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Strategy(ABC):
+class Strategy(StrategyHooks):
     """How a model is spread over ranks: a value of axis sizes and policies.
 
     State lives in what `apply` returns, never in the strategy, so one value serves many models,
@@ -71,9 +70,6 @@ class Strategy(ABC):
         offload: Reserved for host memory; only None for now.
         compile: Reserved for torch.compile; only None for now.
     """
-
-    name: ClassVar[str]
-    layout: ClassVar[str]
 
     precision: str = "fp32"
     activation_checkpointing: bool = False
@@ -253,12 +249,6 @@ class Strategy(ABC):
         Collective: every rank.
         """
         check_max_norm(max_grad_norm)
-        if (loss_fn is None) != (count_fn is None):
-            given, absent = ("loss_fn", "count_fn") if count_fn is None else ("count_fn", "loss_fn")
-            raise ValueError(
-                f"train_step got {given} without {absent}, so the mean would be over the wrong "
-                "number. Pass both, or neither."
-            )
         self.mesh()
         check_applied(self, "train_step", model, optimizer)
         return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
@@ -453,70 +443,3 @@ class Strategy(ABC):
         """
         load.check_covered()
         return self._traffic(spec, load, self.mesh(world_size))
-
-    # ---- what a strategy is made of -----------------------------------------------------------
-
-    @abstractmethod
-    def _mesh(self, num_ranks: int) -> Mesh:
-        """Return the axis sizes on this many ranks, or raise ValueError."""
-
-    @abstractmethod
-    def _apply(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerFactory,
-        groups: Sequence[ParamGroup],
-        mesh: Mesh,
-    ) -> tuple[nn.Module, Optimizer]:
-        """Shard the model, then build the optimizer over the groups of parameter names."""
-
-    @abstractmethod
-    def _backward(self, loss: Tensor) -> None:
-        """Add the gradients of a share whose sum over ranks is the loss."""
-
-    @abstractmethod
-    def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
-        """Return this rank's part of the reduced gradients, after the last micro-step."""
-
-    @abstractmethod
-    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return every parameter whole, on the host."""
-
-    @abstractmethod
-    def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return every reduced gradient whole, on the host."""
-
-    @abstractmethod
-    @contextmanager
-    def _no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Defer what this strategy can defer while more micro-steps follow."""
-        yield
-
-    @abstractmethod
-    def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
-        """Return the bytes of model state by rank."""
-
-    @abstractmethod
-    def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
-        """Return the bytes on the wire by collective."""
-
-    @abstractmethod
-    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        """Write weights and optimizer state into a folder; every rank calls."""
-
-    @abstractmethod
-    def _read_state(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        scalars: Mapping[str, Mapping[str, Any]],
-        model: nn.Module,
-        optimizer: Optimizer,
-    ) -> None:
-        """Read what `_write_state` of a strategy with the same layout wrote."""
-
-    def _check_fields(self) -> None:
-        """Raise ValueError where a field of this strategy is wrong; the default has no more."""
-
-    def _check_installed(self) -> None:
-        """Raise RuntimeError where a package is missing; the default needs none."""

@@ -1,4 +1,4 @@
-"""ZeRO-1, ZeRO-2 and ZeRO-3 through DeepSpeed's engine; its private names stay in this file."""
+"""ZeRO-1, ZeRO-2 and ZeRO-3: DeepSpeed's engine with every default that matters written out."""
 
 from __future__ import annotations
 
@@ -79,19 +79,21 @@ class ZeRO(Strategy):
         groups: Sequence[ParamGroup],
         mesh: Mesh,
     ) -> tuple[nn.Module, Optimizer]:
+        from distft.strategies import engine
+
         deepspeed = _load_deepspeed()
         # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
         # them is valid before and after; it swaps in its flat partitions itself.
         client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
-        with _one_zero_optimizer(deepspeed.DeepSpeedEngine):
-            engine, _, _, _ = deepspeed.initialize(
+        with engine.one_zero_optimizer(deepspeed.DeepSpeedEngine):
+            made, _, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=self._config(), dist_init_required=False
             )
         if self.stage == 3:
-            sum_gradients(engine.optimizer)
+            engine.sum_gradients(made.optimizer)
         elif self.stage == 1 and self.precision == "bf16-mixed":
-            free_accumulators(engine.optimizer)
-        return engine, engine_optimizer(engine)
+            engine.free_accumulators(made.optimizer)
+        return made, engine.EngineOptimizer(made)
 
     def _config(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration; a default that changes training is written out."""
@@ -105,7 +107,7 @@ class ZeRO(Strategy):
             "gradient_clipping": 0.0,
             "prescale_gradients": False,
             # A sum over ranks, not a mean: shares are over the global number of loss tokens
-            # already. Stage 3 refuses this setting; `sum_gradients` does it there.
+            # already. Stage 3 refuses this setting; `engine.sum_gradients` does it there.
             "gradient_allreduce_op": "mean" if self.stage == 3 else "sum",
             "communication_data_type": reduce_dtype,
             "data_types": {"grad_accum_dtype": reduce_dtype},
@@ -337,123 +339,3 @@ def _load_deepspeed() -> Any:
     _last_world = dist.group.WORLD
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
-
-
-@contextmanager
-def _one_zero_optimizer(engine_class: Any) -> Iterator[None]:
-    """Make stage 1 in mixed precision use the ZeRO optimizer that every other case uses.
-
-    For bf16 weights with fp32 accumulation the engine picks its older BF16_Optimizer, which
-    all-reduces whole gradients to every rank and keeps them in other places.
-    """
-    original = engine_class._do_optimizer_sanity_check
-
-    def check(engine: Any, basic_optimizer: Any) -> str:
-        stage = engine.zero_optimization_stage()
-        return "zero_optimization" if stage == 1 else original(engine, basic_optimizer)
-
-    engine_class._do_optimizer_sanity_check = check
-    try:
-        yield
-    finally:
-        engine_class._do_optimizer_sanity_check = original
-
-
-def engine_optimizer(engine: Any) -> Optimizer:
-    """Return a torch optimizer whose step is the engine's, so that schedulers work on it.
-
-    Collective: none.
-    """
-    import torch
-
-    class EngineOptimizer(torch.optim.Optimizer):
-        """The engine's optimizer: parameter groups and state are those of the torch one inside."""
-
-        def __init__(self) -> None:
-            self.engine = engine
-            self.defaults = self.inner.defaults
-
-        @property
-        def inner(self) -> torch.optim.Optimizer:
-            inner: torch.optim.Optimizer = self.engine.optimizer.optimizer
-            return inner
-
-        # Properties where torch has attributes: the engine may replace what they return.
-        param_groups = property(lambda self: self.inner.param_groups)
-        state = property(lambda self: self.inner.state)
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Update the weights and bring them to every rank.
-
-            Collective: every rank.
-            """
-            if closure is not None:
-                raise ValueError(
-                    "A ZeRO optimizer takes no closure, since the engine runs the backward pass "
-                    "once. Call step() without one."
-                )
-            self.engine.step()
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            """Drop the gradients of an update that was not made."""
-            drop_gradients(self.engine)
-
-    return EngineOptimizer()
-
-
-def sum_gradients(zero: Any) -> None:
-    """Make a stage 3 optimizer sum gradients over ranks where it would average them.
-
-    It divides by what this method says, after the reduction. Multiplying the loss instead would
-    round every value of the backward pass anew.
-
-    Raises:
-        RuntimeError: This DeepSpeed has no such method.
-
-    Collective: none.
-    """
-    if not hasattr(zero, "_gradient_averaging_world_size"):
-        raise RuntimeError(
-            "This DeepSpeed has no _gradient_averaging_world_size, which ZeRO3 sets to 1. "
-            "Install deepspeed 0.19.8, which has it."
-        )
-    zero._gradient_averaging_world_size = lambda params, partition_world_size: 1
-
-
-def free_accumulators(zero: Any) -> None:
-    """Make a stage 1 optimizer free its whole fp32 gradients once they are reduced.
-
-    It accumulates beside each parameter, copies its part out at the boundary, and would keep
-    the rest until the update: up to 4 bytes a parameter.
-
-    Collective: none.
-    """
-    reduce_all = zero.independent_gradient_partition_epilogue
-
-    def reduce_and_free() -> None:
-        reduce_all()
-        if zero.is_gradient_accumulation_boundary():
-            for group in zero.bit16_groups:
-                for parameter in group:
-                    parameter.grad_accum = None
-
-    zero.independent_gradient_partition_epilogue = reduce_and_free
-
-
-def drop_gradients(engine: Any) -> None:
-    """Forget what backward passes accumulated since the last update.
-
-    Collective: none.
-    """
-    zero = engine.optimizer
-    zero.zero_grad(set_to_none=True)
-    averaged = zero.averaged_gradients
-    if not any(averaged.values()):
-        return
-    for index in averaged:
-        averaged[index] = None
-    if hasattr(zero, "all_grad_tensors"):
-        for index in zero.all_grad_tensors:
-            zero.all_grad_tensors[index] = None
-    zero.micro_step_id = -1 if engine.zero_optimization_stage() < 3 else 0
-    zero._epilogue_ran_this_backward = False

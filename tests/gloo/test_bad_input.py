@@ -207,9 +207,8 @@ def job_step(batches, keywords):
         (tiny_batches([0, 0]), {}, "4 micro-batches of this step have 0 loss tokens on 2 ranks"),
         (tiny_batches([5]), {"max_grad_norm": 0.0}, "max_norm is 0.0"),
         (tiny_batches([5]), {"max_grad_norm": float("nan")}, "max_norm is nan"),
-        (tiny_batches([5]), {"count_fn": len}, "count_fn without loss_fn"),
     ],
-    ids=["no batch", "no loss token", "zero bound", "nan bound", "count alone"],
+    ids=["no batch", "no loss token", "zero bound", "nan bound"],
 )
 def test_a_step_that_has_no_mean_is_refused(pools, batches, keywords, text):
     assert_refused(pools(2).run(job_step, batches, keywords), "ValueError", text)

@@ -388,6 +388,24 @@ def test_an_update_that_is_not_finite_is_left_out_and_forgotten(pools, strategy,
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
+def step_after_a_dropped_window(strategy):
+    model, optimizer = apply_tiny(strategy)
+    first, second = tiny_batches([9, 5])
+    accumulate(strategy, model, [first])
+    optimizer.zero_grad()
+    accumulate(strategy, model, [second])
+    gradients = strategy.gather_gradients(model)
+    optimizer.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), SIX, ids=SIX_IDS)
+def test_zero_grad_forgets_what_was_accumulated(pools, strategy, ranks):
+    _, _, expected = reference("L", tiny_batches([9, 5])[1:])
+    for gradients in pools(ranks).run(step_after_a_dropped_window, strategy):
+        assert_gradients(gradients, expected)
+
+
 # ---- precision ------------------------------------------------------------------------------
 
 
@@ -442,3 +460,35 @@ def test_recomputation_draws_the_same_dropout_masks(pools, strategy):
     for (loss, norm), (loss_ref, norm_ref) in zip(again, plain, strict=True):
         assert loss == pytest.approx(loss_ref, rel=1e-6)
         assert norm == pytest.approx(norm_ref, rel=1e-5)
+
+
+# ---- other losses ---------------------------------------------------------------------------
+
+
+def summed_error(model, batch):
+    """Half the squared error of the logits against one-hot targets: a sum over rows."""
+    logits = model(input_ids=batch["input_ids"]).logits[:, -1]
+    targets = torch.nn.functional.one_hot(batch["labels"][:, -1], logits.shape[-1])
+    return 0.5 * (logits - targets).square().sum()
+
+
+def count_rows(batch):
+    return len(batch["labels"])
+
+
+def regression_step(strategy):
+    model, optimizer = apply_tiny(strategy)
+    mine = tiny_batches([3, 11, 7, 2])[strategy.dp_rank :: strategy.dp_size]
+    result = strategy.train_step(model, optimizer, mine, None, summed_error, count_rows)
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), SIX, ids=SIX_IDS)
+def test_a_loss_and_a_count_of_ones_own_train_like_one_process(pools, strategy, ranks):
+    model = tiny_model("L")
+    loss = sum(summed_error(model, batch) for batch in tiny_batches([3, 11, 7, 2])) / 4
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    for found_loss, found_norm in pools(ranks).run(regression_step, strategy):
+        assert found_loss == pytest.approx(loss.item(), rel=1e-6)
+        assert found_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -1,0 +1,131 @@
+"""Where DeepSpeed's engine is bent: the only file that knows its private names.
+
+`tests/deepspeed/test_private_names.py` fails first when one of them moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose step is the engine's, so that schedulers work on it.
+
+    Parameter groups and state are those of the torch optimizer inside.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.defaults = self.inner.defaults
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The torch optimizer over this rank's flat partitions."""
+        inner: torch.optim.Optimizer = self.engine.optimizer.optimizer
+        return inner
+
+    # Properties where torch has attributes: the engine may replace what they return.
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights and bring them to every rank.
+
+        Raises:
+            ValueError: There is a closure.
+
+        Collective: every rank.
+        """
+        if closure is not None:
+            raise ValueError(
+                "A ZeRO optimizer takes no closure, since the engine runs the backward pass once. "
+                "Call step() without one."
+            )
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what backward passes accumulated since the last update, a part of a window too.
+
+        Collective: none.
+        """
+        zero = self.engine.optimizer
+        zero.zero_grad(set_to_none=True)
+        for gradients in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+            for index in gradients:
+                gradients[index] = None
+        # What its own step does, so that the next backward pass replaces instead of adding.
+        zero.micro_step_id = 0 if self.engine.zero_optimization_stage() == 3 else -1
+        zero._epilogue_ran_this_backward = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's partitions, as the torch optimizer inside has it."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state of this rank's partitions."""
+        self.inner.load_state_dict(state_dict)
+
+
+@contextmanager
+def one_zero_optimizer(engine_class: Any) -> Iterator[None]:
+    """Make stage 1 in mixed precision use the ZeRO optimizer that every other case uses.
+
+    For bf16 weights with fp32 accumulation the engine picks its older BF16_Optimizer, which
+    all-reduces whole gradients to every rank and keeps them in other places.
+
+    Collective: none.
+    """
+    original = engine_class._do_optimizer_sanity_check
+
+    def check(engine: Any, basic_optimizer: Any) -> Any:
+        stage = engine.zero_optimization_stage()
+        return "zero_optimization" if stage == 1 else original(engine, basic_optimizer)
+
+    engine_class._do_optimizer_sanity_check = check
+    try:
+        yield
+    finally:
+        engine_class._do_optimizer_sanity_check = original
+
+
+def sum_gradients(zero: Any) -> None:
+    """Make a stage 3 optimizer sum gradients over ranks where it would average them.
+
+    It divides by what this method says, after the reduction. Multiplying the loss instead would
+    round every value of the backward pass anew.
+
+    Raises:
+        RuntimeError: This DeepSpeed has no such method.
+
+    Collective: none.
+    """
+    if not hasattr(zero, "_gradient_averaging_world_size"):
+        raise RuntimeError(
+            "This DeepSpeed has no _gradient_averaging_world_size, which ZeRO3 sets to 1. "
+            "Install deepspeed 0.19.8, which has it."
+        )
+    zero._gradient_averaging_world_size = lambda params, partition_world_size: 1
+
+
+def free_accumulators(zero: Any) -> None:
+    """Make a stage 1 optimizer free its whole fp32 gradients once they are reduced.
+
+    It accumulates beside each parameter, copies its part out at the boundary, and would keep
+    the rest until the update: up to 4 bytes a parameter.
+
+    Collective: none.
+    """
+    reduce_all = zero.independent_gradient_partition_epilogue
+
+    def reduce_and_free() -> None:
+        reduce_all()
+        if zero.is_gradient_accumulation_boundary():
+            for group in zero.bit16_groups:
+                for parameter in group:
+                    parameter.grad_accum = None
+
+    zero.independent_gradient_partition_epilogue = reduce_and_free

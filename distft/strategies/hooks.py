@@ -1,0 +1,105 @@
+"""What a strategy is made of: the methods that an author of one writes.
+
+`Strategy` has the public methods; each checks its arguments and then calls one of these.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distft.mesh import Mesh
+from distft.training.clip import GradientShards
+from distft.training.optimizers import OptimizerFactory, ParamGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from distft.checkpoint.folder import Manifest
+    from distft.formulas import MemoryReport, TrafficReport
+    from distft.spec import ModelSpec, Workload
+
+
+class StrategyHooks(ABC):
+    """The part of a strategy that differs from one to another.
+
+    In a run they are called in this order, each on every rank: `_mesh`, `_check_installed`,
+    `_apply`; for every micro-step `_backward`, inside `_no_sync` while more follow; then
+    `_gradients`. `_write_state` and `_read_state` at any time between steps.
+
+    Attributes:
+        name: What `distft.strategy` calls it.
+        layout: Folder and format of its saved state: ``"dcp"`` or ``"deepspeed"``.
+    """
+
+    name: ClassVar[str]
+    layout: ClassVar[str]
+
+    @abstractmethod
+    def _mesh(self, num_ranks: int) -> Mesh:
+        """Return the axis sizes on this many ranks, or raise ValueError."""
+
+    @abstractmethod
+    def _apply(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        mesh: Mesh,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Shard the model, then build the optimizer over the groups of parameter names."""
+
+    @abstractmethod
+    def _backward(self, loss: Tensor) -> None:
+        """Add the gradients of a share whose sum over ranks is the loss."""
+
+    @abstractmethod
+    def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
+        """Return this rank's part of the reduced gradients, after the last micro-step."""
+
+    @abstractmethod
+    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return every parameter whole, on the host."""
+
+    @abstractmethod
+    def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return every reduced gradient whole, on the host."""
+
+    @abstractmethod
+    @contextmanager
+    def _no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Defer what this strategy can defer while more micro-steps follow."""
+        yield
+
+    @abstractmethod
+    def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
+        """Return the bytes of model state by rank."""
+
+    @abstractmethod
+    def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
+        """Return the bytes on the wire by collective."""
+
+    @abstractmethod
+    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        """Write weights and optimizer state into a folder; every rank calls."""
+
+    @abstractmethod
+    def _read_state(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        scalars: Mapping[str, Mapping[str, Any]],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        """Read what `_write_state` of a strategy with the same layout wrote."""
+
+    def _check_fields(self) -> None:
+        """Raise ValueError where a field of this strategy is wrong; the default has no more."""
+
+    def _check_installed(self) -> None:
+        """Raise RuntimeError where a package is missing; the default needs none."""

@@ -1,0 +1,43 @@
+"""Upstream's private names that distft touches: this fails first when one of them moves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+deepspeed = pytest.importorskip("deepspeed", reason="needs distft[deepspeed]")
+
+
+def test_the_engine_has_the_check_that_picks_an_optimizer():
+    assert callable(deepspeed.DeepSpeedEngine._do_optimizer_sanity_check)
+
+
+def test_stage_3_has_the_number_it_averages_by():
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as stage_3
+
+    parameters = list(inspect.signature(stage_3._gradient_averaging_world_size).parameters)
+    assert parameters == ["self", "params", "partition_world_size"]
+
+
+def test_stage_1_has_the_epilogue_after_which_accumulators_are_free():
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as stage_1
+
+    for name in ("independent_gradient_partition_epilogue", "is_gradient_accumulation_boundary"):
+        assert callable(getattr(stage_1, name))
+
+
+def test_the_ops_can_be_switched_off_one_by_one():
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+def test_the_groups_of_a_world_that_is_gone_can_be_forgotten():
+    from deepspeed.utils import groups
+
+    assert hasattr(deepspeed.comm.comm, "cdb")
+    assert callable(groups._release_process_group_references)
+
+
+def test_torch_has_the_store_of_the_default_group():
+    assert callable(torch.distributed.distributed_c10d._get_default_store)
