@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from distft.strategies.base import Strategy
 
-LEARNING_RATE, BETAS = 6e-3, (0.9, 0.95)
+LEARNING_RATE, BETAS = 4e-3, (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 WARM_UP_STEPS = 8
 # ZeRO-3 records the order of its gathers in the first step; from the next one on it is steady.
