@@ -509,13 +509,14 @@ def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_the_latest(tmp_path
         before = files_of(tmp_path / "step-1")
         with pytest.raises(RanksFailed):
             pool.run(die_in_a_save, L, victim, tmp_path / "step-2")
-        assert not (tmp_path / "step-2").exists()
-        assert list(tmp_path.rglob(MANIFEST)) == [tmp_path / "step-1" / MANIFEST]
-        assert distft.latest(tmp_path) == tmp_path / "step-1"
-        assert files_of(tmp_path / "step-1") == before
-        # New ranks go on from it, and their save to the same place clears what the dead ones left.
+    assert not (tmp_path / "step-2").exists()
+    assert list(tmp_path.rglob(MANIFEST)) == [tmp_path / "step-1" / MANIFEST]
+    assert distft.latest(tmp_path) == tmp_path / "step-1"
+    assert files_of(tmp_path / "step-1") == before
+    # New ranks go on from it, and their save to the same place clears what the dead ones left.
+    with WorkerPool(2, timeout=60) as pool:
         found = pool.run(load_and_step, FSDP2(), L, tmp_path, 1)
         assert found[0]["counts"] == {2.0}
         pool.run(train_and_save, FSDP2(), L, tmp_path / "step-2", 2)
-        assert distft.latest(tmp_path) == tmp_path / "step-2"
-        assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+    assert distft.latest(tmp_path) == tmp_path / "step-2"
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
