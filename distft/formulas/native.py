@@ -178,6 +178,7 @@ def sharded_traffic(
 ) -> TrafficReport:
     """Traffic of `fully_shard`: gathers forward and backward, a reduce-scatter, each per unit.
 
+    The root unit is gathered once: its backward pass begins where its forward pass ends.
     HSDP (`dp_replicate` above 1) also all-reduces the reduced shard over the replicas once a step.
 
     Source: Zhao et al. 2023 (FSDP), section 3.2; torch 2.13 `_fsdp_collectives`.
@@ -188,7 +189,7 @@ def sharded_traffic(
         dp_replicate: Copies.
         precision: Name of the precision.
         grad_accum: Micro-steps of one step.
-        reshard_after_forward: Whether units are freed after forward and gathered again.
+        reshard_after_forward: Whether blocks are freed after forward and gathered again.
         defer_reduce: Whether gradients are reduced in the last micro-step only.
 
     Raises:
@@ -197,8 +198,11 @@ def sharded_traffic(
     Collective: none.
     """
     sizes = _sizes(precision)
-    times = 2 if reshard_after_forward else 1
-    gathered = times * sum(padded_numel(unit.tensors, dp_shard) for unit in units)
+    # The root, which has the head, stays whole between its forward and its backward pass.
+    gathered = sum(
+        (2 if reshard_after_forward and unit.name else 1) * padded_numel(unit.tensors, dp_shard)
+        for unit in units
+    )
     trained = [tensor for unit in units for tensor in unit.tensors if tensor.trainable]
     reduced = padded_numel(trained, dp_shard) * sizes.reduced
     per = "step" if defer_reduce else "micro_step"

@@ -35,6 +35,10 @@ class Unit(Protocol):
     """Parameters that a sharded strategy gathers together."""
 
     @property
+    def name(self) -> str:
+        """Path of the module; empty for the root, which has what is in no block."""
+
+    @property
     def tensors(self) -> Sequence[Parameter]:
         """The parameters."""
 

@@ -55,7 +55,9 @@ class Sharded(Strategy):
         }
         for path in sharding_units(model):
             fully_shard(model.get_submodule(path), **policy)
-        fully_shard(model, **policy)
+        # The root holds the head, with which the backward pass begins: freeing it after the
+        # forward pass would gather the largest unit again at once.
+        fully_shard(model, **{**policy, "reshard_after_forward": False})
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # A sum, not a mean: shares are over the global number of loss tokens already.
@@ -90,6 +92,7 @@ class Sharded(Strategy):
         ]
 
     def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        _free_root(model)
         return {name: _whole(parameter) for name, parameter in model.named_parameters()}
 
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
@@ -110,6 +113,7 @@ class Sharded(Strategy):
     def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         from distft.checkpoint.dcp import write_dcp
 
+        _free_root(model)
         write_dcp(folder, model, optimizer)
 
     def _read_state(
@@ -122,6 +126,7 @@ class Sharded(Strategy):
     ) -> None:
         from distft.checkpoint.dcp import read_dcp
 
+        _free_root(model)
         read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
@@ -157,7 +162,8 @@ class FSDP2(Sharded):
     Attributes:
         dp_shard: Ranks to split over; default all.
         reshard_after_forward: Free a block's whole weights after its forward pass (True), or keep
-            them for the backward pass: one gather less, the whole model in memory.
+            them for the backward pass: one gather less, the whole model in memory. The root
+            (embedding, last norm, head) is kept either way: its backward pass comes first.
         defer_reduce: Keep whole gradients until the last micro-step and reduce once (True), or
             reduce every micro-step and hold ``1/N`` of them.
     """
@@ -213,6 +219,11 @@ class HSDP(Sharded):
 
     def _mesh_axes(self) -> tuple[str, ...]:
         return ("dp_replicate", "dp_shard")
+
+
+def _free_root(model: Any) -> None:
+    """Shard the root again, which a forward pass without a backward pass leaves whole."""
+    model.reshard()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -492,3 +492,24 @@ def test_a_loss_and_a_count_of_ones_own_train_like_one_process(pools, strategy, 
     for found_loss, found_norm in pools(ranks).run(regression_step, strategy):
         assert found_loss == pytest.approx(loss.item(), rel=1e-6)
         assert found_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+# ---- a forward pass without a backward pass ------------------------------------------------
+
+
+def look_then_train(strategy, look):
+    model, optimizer = apply_tiny(strategy, optimizer=partial(AdamW, lr=1e-3))
+    losses = []
+    for step in range(2):
+        if look:
+            with torch.no_grad():
+                next_token_loss(model, tiny_batches([9])[0])
+        whole = strategy.gather_weights(model)
+        losses.append(strategy.train_step(model, optimizer, tiny_batches([5], seed=step)).loss)
+    return losses, float(whole["lm_head.weight"].norm())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), SIX, ids=SIX_IDS)
+def test_a_look_at_the_loss_between_steps_changes_nothing(pools, strategy, ranks):
+    plain = pools(ranks).run(look_then_train, strategy, False)
+    assert pools(ranks).run(look_then_train, strategy, True) == plain
