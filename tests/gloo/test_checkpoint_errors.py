@@ -83,8 +83,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 # ---- ranks that come alone ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("caller", [0, 1])
-@pytest.mark.parametrize("call", ["save", "load"])
+@pytest.mark.parametrize(("call", "caller"), [("save", 0), ("save", 1), ("load", 1)])
 def test_a_rank_alone_gives_up_in_time_and_all_ranks_can_save_later(
     pools, saved, tmp_path, call, caller
 ):
