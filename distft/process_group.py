@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -252,6 +253,8 @@ def rendezvous(call: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     turn = _arrivals.get(call, 0)
     key = f"distft/{call}/{turn}"
+    came = time.time()
+    store.set(f"{key}/rank-{dist.get_rank()}", str(came))
     arrived = store.add(f"{key}/arrived", 1)
     if arrived == num_ranks:
         store.set(f"{key}/open", "1")
@@ -262,10 +265,17 @@ def rendezvous(call: str) -> None:
         # that the last rank came in this instant, the door is open after all.
         arrived = store.add(f"{key}/arrived", -1) + 1
         if arrived < num_ranks:
+            present = _ranks_that_came(store, key, num_ranks, came - seconds)
             raise RuntimeError(
-                f"{call} was called on {arrived} of {num_ranks} ranks within {seconds:g} s. "
+                f"{call} was called on {present} of {num_ranks} ranks within {seconds:g} s. "
                 f"Call {call} on every rank, outside of any `if rank == 0`."
             ) from error
         store.add(f"{key}/arrived", 1)
         store.wait([f"{key}/open"], timedelta(seconds=seconds))
     _arrivals[call] = turn + 1
+
+
+def _ranks_that_came(store: Any, key: str, num_ranks: int, since: float) -> int:
+    """Count the ranks whose mark is not from an earlier try; others may have withdrawn by now."""
+    marks = [f"{key}/rank-{rank}" for rank in range(num_ranks)]
+    return sum(store.check([mark]) and float(store.get(mark)) >= since for mark in marks)

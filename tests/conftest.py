@@ -13,6 +13,16 @@ from distft.testing import WorkerPool
 RANK_ENVIRONMENT = {"DISTFT_RENDEZVOUS_TIMEOUT": "5"}
 
 
+# What pytest, torch and DeepSpeed set when they run or are first imported, and what keeps
+# DeepSpeed quiet on a CPU.
+SET_BY_IMPORTS = (
+    "DS_ACCELERATOR",
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
     """Return the pool of a number of ranks, started when it is first asked for."""
@@ -36,9 +46,7 @@ def _no_leaks() -> Iterator[None]:
     changed = {
         name
         for name in {*before, *os.environ}
-        if before.get(name) != os.environ.get(name)
-        # pytest's own, and the variable that keeps DeepSpeed quiet on a CPU.
-        and name not in ("PYTEST_CURRENT_TEST", "DS_ACCELERATOR", "TORCHINDUCTOR_CACHE_DIR")
+        if before.get(name) != os.environ.get(name) and name not in SET_BY_IMPORTS
     }
     assert not changed, f"the test left {sorted(changed)} changed"
     torch = __import__("sys").modules.get("torch")

@@ -58,6 +58,7 @@ class WorkerPool:
         self.env = dict(env or {})
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._starts = 0
+        self._lost_a_rank = False
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -92,7 +93,7 @@ class WorkerPool:
         answers = self._collect(time.monotonic() + limit, limit)
         errors = [answer[1] if answer and not answer[0] else None for answer in answers]
         if any(errors):
-            if None in answers or not all(process.is_alive() for process in self._processes):
+            if None in answers or self._lost_a_rank:
                 self._poison()
             raise RanksFailed(_report(answers), [error[0] if error else None for error in errors])
         return [answer[1] for answer in answers if answer is not None]
@@ -123,7 +124,8 @@ class WorkerPool:
     def _receive(self, pipe: connection.Connection) -> Any:
         try:
             return pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
+            self._lost_a_rank = True
             return (False, (RuntimeError("The rank's process ended."), "The rank's process ended."))
 
     def _start(self) -> None:
@@ -192,7 +194,7 @@ class WorkerPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._lost_a_rank = [], [], False
 
     def close(self) -> None:
         """End the ranks; the pool can be used again."""

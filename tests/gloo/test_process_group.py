@@ -145,3 +145,21 @@ def test_a_rank_alone_at_a_rendezvous_leaves_and_may_come_again(pools):
     assert "called on 1 of 2 ranks within 5 s" in first
     assert "Call a test on every rank" in first
     assert second == ""
+
+
+def come_with_one_missing():
+    if dist.get_rank() == 2:
+        text = ""
+    else:
+        try:
+            rendezvous("a second test")
+        except RuntimeError as error:
+            text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_ranks_that_come_without_one_all_count_the_same(pools):
+    first, second, _ = pools(3).run(come_with_one_missing)
+    assert "called on 2 of 3 ranks" in first
+    assert first == second
