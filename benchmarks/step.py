@@ -61,7 +61,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", nargs="+", choices=RANKS, default=list(RANKS))
-    parser.add_argument("--pairs", type=int, default=40, help="pairs per strategy (default 40)")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs per strategy (default 100)")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     if arguments.pairs < 6:

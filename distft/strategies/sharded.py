@@ -101,12 +101,15 @@ class Sharded(Strategy):
 
     @contextmanager
     def _no_sync(self, model: Any) -> Iterator[None]:
+        # Not the last backward pass: nobody waits yet for the reductions that it starts.
+        model.set_is_last_backward(False)
         model.set_requires_all_reduce(False)
         if self.defer_reduce:
             model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
+            model.set_is_last_backward(True)
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
 
