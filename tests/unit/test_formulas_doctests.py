@@ -13,6 +13,7 @@ import distft.spec
 
 MODULES = [
     "distft.spec",
+    "distft.testing.simulate",
     *(f"distft.formulas.{info.name}" for info in pkgutil.iter_modules(distft.formulas.__path__)),
 ]
 
