@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from distft.strategies.zero import ZeRO1 as ZeRO1
     from distft.strategies.zero import ZeRO2 as ZeRO2
     from distft.strategies.zero import ZeRO3 as ZeRO3
+    from distft.training.evaluation import EvalResult as EvalResult
     from distft.training.step import StepResult as StepResult
     from distft.training.wrappers import unwrap as unwrap
 
 _HOMES = {
     "DDP": "distft.strategies.ddp",
+    "EvalResult": "distft.training.evaluation",
     "FSDP2": "distft.strategies.sharded",
     "HSDP": "distft.strategies.sharded",
     "ModelSpec": "distft.spec",

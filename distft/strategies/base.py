@@ -28,6 +28,8 @@ from distft.strategies.hooks import StrategyHooks
 from distft.strategies.precision import cast_parameters
 from distft.training.clip import check_max_norm, global_norm, scale_gradients
 from distft.training.data import Batches, Collate
+from distft.training.evaluation import EvalResult, run_evaluation
+from distft.training.generation import run_generation
 from distft.training.loss import Batch, count_next_tokens
 from distft.training.optimizers import (
     OptimizerFactory,
@@ -252,6 +254,102 @@ class Strategy(StrategyHooks):
         self.mesh()
         check_applied(self, "train_step", model, optimizer)
         return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
+
+    def eval_step(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[Batch],
+        loss_fn: LossFunction | None = None,
+        count_fn: CountFunction | None = None,
+    ) -> EvalResult:
+        """Return the mean loss over the micro-batches of all data ranks, without gradients.
+
+        ``L = sum over ranks and micro-batches of loss_fn / sum of count_fn``: one process's mean
+        over all loss tokens. The model is in evaluation mode meanwhile, then as it was, and its
+        weights are split again.
+
+        Args:
+            model: What `apply` returned.
+            micro_batches: This rank's batches; ranks may have different numbers of them.
+            loss_fn: As for `train_step`.
+            count_fn: As for `train_step`.
+
+        Raises:
+            ValueError: No batch, no loss token, or a model that `apply` of this strategy did not
+                return.
+            RuntimeError: There is no process group.
+
+        Collective: every rank.
+        """
+        self.mesh()
+        check_applied(self, "eval_step", model)
+        try:
+            return run_evaluation(model, [micro_batches], loss_fn, count_fn, "eval_step")
+        finally:
+            self._after_forward(model)
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        *,
+        micro_batch: int = 1,
+        collate: Collate | None = None,
+        loss_fn: LossFunction | None = None,
+        count_fn: CountFunction | None = None,
+    ) -> EvalResult:
+        """Return the mean loss over a dataset, each row counted once, without gradients.
+
+        No row is repeated to fill a batch or a rank: 9 rows on 2 ranks in batches of 5 are 5 and
+        4 rows, and the mean over their loss tokens is that of one process.
+
+        Args:
+            model: What `apply` returned.
+            dataset: As for `batches`; read in its own order.
+            micro_batch: Rows of one forward pass.
+            collate: As for `batches`.
+            loss_fn: As for `train_step`.
+            count_fn: As for `train_step`.
+
+        Raises:
+            ValueError: No row, no loss token, or a model that `apply` of this strategy did not
+                return.
+            RuntimeError: There is no process group.
+
+        Collective: every rank.
+        """
+        self.mesh()
+        check_applied(self, "evaluate", model)
+        windows = self.batches(dataset, micro_batch=micro_batch, collate=collate, shuffle=False)
+        try:
+            return run_evaluation(model, windows, loss_fn, count_fn, "evaluate")
+        finally:
+            self._after_forward(model)
+
+    def generate(self, model: nn.Module, **inputs: Any) -> Any:
+        """Return what the model's own ``generate`` returns for this rank's inputs.
+
+        Ranks may have different prompts, numbers of them (none too, as ``input_ids`` of 0 rows)
+        and lengths: where a forward pass gathers weights, a rank that is done helps the others
+        until all are. The model is in evaluation mode meanwhile, then as it was.
+
+        Args:
+            model: What `apply` returned.
+            inputs: What ``generate`` of the model takes, tensors on any device.
+
+        Raises:
+            ValueError: The model cannot generate, is an encoder and a decoder whose weights are
+                split, or `apply` of this strategy did not return it.
+            RuntimeError: There is no process group, or ``generate`` raised on a rank.
+
+        Collective: every rank under FSDP2, HSDP and ZeRO-3; none under DDP, ZeRO-1 and ZeRO-2.
+        """
+        self.mesh()
+        check_applied(self, "generate", model)
+        try:
+            return run_generation(model, inputs, self.forward_gathers)
+        finally:
+            self._after_forward(model)
 
     def count_loss_tokens(
         self, batches: Sequence[Batch], count_fn: CountFunction | None = None

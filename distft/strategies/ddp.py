@@ -37,6 +37,7 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     layout: ClassVar[str] = DCP
+    forward_gathers: ClassVar[bool] = False
 
     def _mesh(self, num_ranks: int) -> Mesh:
         return Mesh(dp_replicate=num_ranks)

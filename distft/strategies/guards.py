@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Set on the model and the optimizer that `Strategy.apply` returns.
 _MARK = "_distft_applied_by"
+_ABSENT: Any = object()
 
 
 def mark_applied(strategy: Any, model: nn.Module, optimizer: Any) -> None:
@@ -25,8 +26,8 @@ def mark_applied(strategy: Any, model: nn.Module, optimizer: Any) -> None:
     setattr(optimizer, _MARK, repr(strategy))
 
 
-def check_applied(strategy: Any, call: str, model: Any, optimizer: Any) -> None:
-    """Raise unless a model and an optimizer are what ``apply`` of this strategy returned.
+def check_applied(strategy: Any, call: str, model: Any, optimizer: Any = _ABSENT) -> None:
+    """Raise unless a model, and an optimizer, are what ``apply`` of this strategy returned.
 
     Raises:
         ValueError: Which of the two it is, and what made it.
@@ -34,6 +35,8 @@ def check_applied(strategy: Any, call: str, model: Any, optimizer: Any) -> None:
     Collective: none.
     """
     for what, thing in (("model", unwrap(model)), ("optimizer", optimizer)):
+        if thing is _ABSENT:
+            continue
         maker = getattr(thing, _MARK, None)
         if maker != repr(strategy):
             origin = f"{maker}.apply() made" if maker else "no apply() returned"

@@ -34,10 +34,13 @@ class StrategyHooks(ABC):
     Attributes:
         name: What `distft.strategy` calls it.
         layout: Folder and format of its saved state: ``"dcp"`` or ``"deepspeed"``.
+        forward_gathers: Whether a forward pass is a collective, so that ranks that generate keep
+            in step; the default is the safe one.
     """
 
     name: ClassVar[str]
     layout: ClassVar[str]
+    forward_gathers: ClassVar[bool] = True
 
     @abstractmethod
     def _mesh(self, num_ranks: int) -> Mesh:
@@ -100,6 +103,9 @@ class StrategyHooks(ABC):
 
     def _check_fields(self) -> None:
         """Raise ValueError where a field of this strategy is wrong; the default has no more."""
+
+    def _after_forward(self, model: nn.Module) -> None:
+        """Split again what forward passes without a backward pass left whole; default nothing."""
 
     def _check_installed(self) -> None:
         """Raise RuntimeError where a package is missing; the default needs none."""

@@ -91,8 +91,11 @@ class Sharded(Strategy):
             for mesh, tensors in by_mesh.items()
         ]
 
+    def _after_forward(self, model: nn.Module) -> None:
+        _split_again(model)
+
     def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        _free_root(model)
+        _split_again(model)
         return {name: _whole(parameter) for name, parameter in model.named_parameters()}
 
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
@@ -116,7 +119,7 @@ class Sharded(Strategy):
     def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         from distft.checkpoint.dcp import write_dcp
 
-        _free_root(model)
+        _split_again(model)
         write_dcp(folder, model, optimizer)
 
     def _read_state(
@@ -129,7 +132,7 @@ class Sharded(Strategy):
     ) -> None:
         from distft.checkpoint.dcp import read_dcp
 
-        _free_root(model)
+        _split_again(model)
         read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
@@ -224,9 +227,16 @@ class HSDP(Sharded):
         return ("dp_replicate", "dp_shard")
 
 
-def _free_root(model: Any) -> None:
-    """Shard the root again, which a forward pass without a backward pass leaves whole."""
-    model.reshard()
+def _split_again(model: Any) -> None:
+    """Shard again what a forward pass without a backward pass leaves whole.
+
+    That is the root, and every block where ``reshard_after_forward=False``.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -244,6 +244,7 @@ class ZeRO1(ZeRO):
 
     name: ClassVar[str] = "zero1"
     stage: ClassVar[int] = 1
+    forward_gathers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -256,6 +257,7 @@ class ZeRO2(ZeRO):
 
     name: ClassVar[str] = "zero2"
     stage: ClassVar[int] = 2
+    forward_gathers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

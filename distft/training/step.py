@@ -139,14 +139,20 @@ def control_device() -> Any:
     return "cpu" if "gloo" in str(dist.get_backend_config()) else local_device()
 
 
-def agree_on_window(batches: Sequence[Batch], count_fn: CountFunction) -> Window:
+def agree_on_window(
+    batches: Sequence[Batch],
+    count_fn: CountFunction,
+    call: str = "train_step",
+    needs_loss: bool = True,
+) -> Window:
     """Return this rank's window, padded to the longest of all ranks.
 
     A rank whose window is shorter repeats a batch that then gets the weight zero, so that every
     rank makes the same collectives and no row enters a gradient twice.
 
     Raises:
-        ValueError: No rank has a micro-batch, or no batch on any rank has a loss token.
+        ValueError: No rank has a micro-batch, or no batch on any rank has a loss token and the
+            window needs one.
 
     Collective: every data rank: one all_gather, and one broadcast where a rank has no batch.
     """
@@ -154,10 +160,10 @@ def agree_on_window(batches: Sequence[Batch], count_fn: CountFunction) -> Window
     longest = max(sizes)
     if longest == 0:
         raise ValueError(
-            f"train_step got 0 micro-batches on each of {len(sizes)} ranks. "
+            f"{call} got 0 micro-batches on each of {len(sizes)} ranks. "
             "Pass a list with at least one batch on one rank."
         )
-    if sum(loss_tokens) == 0:
+    if needs_loss and sum(loss_tokens) == 0:
         raise ValueError(
             f"The {sum(sizes)} micro-batches of this step have 0 loss tokens on {len(sizes)} "
             "ranks, so the mean loss is undefined. Leave such a step out, or mask fewer labels."
