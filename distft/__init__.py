@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from distft.checkpoint.consolidation import consolidate as consolidate
     from distft.checkpoint.folder import latest as latest
+    from distft.checkpoint.pretrained import load_model as load_model
     from distft.process_group import init as init
     from distft.spec import ModelSpec as ModelSpec
     from distft.spec import Workload as Workload
@@ -43,6 +44,7 @@ _HOMES = {
     "consolidate": "distft.checkpoint.consolidation",
     "init": "distft.process_group",
     "latest": "distft.checkpoint.folder",
+    "load_model": "distft.checkpoint.pretrained",
     "strategy": "distft.strategies.by_name",
     "unwrap": "distft.training.wrappers",
 }

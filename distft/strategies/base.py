@@ -19,6 +19,7 @@ from distft.process_group import (
 )
 from distft.strategies.guards import (
     check_applied,
+    check_loaded,
     check_same_model,
     check_undistributed,
     enable_checkpointing,
@@ -148,7 +149,8 @@ class Strategy(StrategyHooks):
         ``seed + dp_rank``.
 
         Args:
-            model: A model that no other tool has distributed, its weights on the host or device.
+            model: A model that no other tool has distributed, its weights on the host or device; or
+                one that `distft.load_model` made for an equal strategy.
             optimizer: How to build the optimizer, such as ``partial(AdamW, lr=1e-4)``. It is
                 called after sharding; one built before would train tensors that are gone.
             param_groups: Groups as torch takes them, over the model's parameters or their names.
@@ -168,12 +170,15 @@ class Strategy(StrategyHooks):
             )
         mesh = self.mesh()
         self._check_installed()
-        check_undistributed(model)
+        loaded = check_loaded(self, model, peft_config)
+        if not loaded:
+            check_undistributed(model)
         check_factory(optimizer)
         groups = name_groups(model, param_groups)
         check_same_model(model)
         # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
-        cast_parameters(model, "bfloat16" if self.precision == "bf16" else "float32")
+        if not loaded:
+            cast_parameters(model, "bfloat16" if self.precision == "bf16" else "float32")
         if self.activation_checkpointing:
             enable_checkpointing(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from distft.checkpoint.folder import DCP
+from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import MemoryReport, TrafficReport, ddp_memory, ddp_traffic
 from distft.mesh import Mesh
 from distft.process_group import local_device
@@ -61,6 +62,8 @@ class DDP(Strategy):
             device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live inside the buckets, which saves a copy of them all.
             gradient_as_bucket_view=True,
+            # What `load_model` read is the same on every rank already.
+            init_sync=loaded_by(model) is None,
             **no_sync_of_buffers,
         )
         wrapped.register_comm_hook(None, _sum_over_ranks())

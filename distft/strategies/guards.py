@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.pretrained import loaded_by
 from distft.process_group import raise_together
 from distft.training.wrappers import is_engine, unwrap
 
@@ -45,6 +46,43 @@ def check_applied(strategy: Any, call: str, model: Any, optimizer: Any = _ABSENT
                 f"Pass both that {strategy!r}.apply(model, optimizer) returns: one from "
                 "elsewhere holds tensors that are not trained."
             )
+
+
+def check_loaded(strategy: Any, model: Any, peft_config: Any) -> bool:
+    """Return whether `distft.load_model` spread a model for an equal strategy.
+
+    Raises:
+        ValueError: Another strategy loaded it, it has a dtype in which this one does not train, it
+            has been applied already, or adapters are to go on a model that is spread.
+
+    Collective: none.
+    """
+    found = loaded_by(model)
+    if found is None:
+        return False
+    maker, dtype = found
+    if maker != strategy:
+        raise ValueError(
+            f"{strategy!r}.apply() got a model that load_model() spread for {maker!r}. "
+            f"Load it with load_model(path, {strategy!r})."
+        )
+    if hasattr(model, _MARK):
+        raise ValueError(
+            f"apply() got a model that is distributed already by {getattr(model, _MARK)}. "
+            "Pass the plain model, as load_model made it."
+        )
+    if dtype != strategy._weight_dtype():
+        raise ValueError(
+            f"{strategy!r} trains weights in {strategy._weight_dtype()}, and the model was loaded "
+            f"in {dtype}. Load it with load_model(path, {strategy!r}), without dtype."
+        )
+    if peft_config is not None:
+        raise ValueError(
+            f"{strategy!r}.apply() got a peft_config and a model that load_model() has spread "
+            "already: adapters on it would be trained by each rank alone. Pass a model of "
+            "from_pretrained with the peft_config."
+        )
+    return True
 
 
 def check_undistributed(model: Any) -> None:

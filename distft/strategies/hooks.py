@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from distft.checkpoint.folder import Manifest
+    from distft.checkpoint.weights import Weights
     from distft.formulas import MemoryReport, TrafficReport
     from distft.spec import ModelSpec, Workload
 
@@ -106,6 +107,16 @@ class StrategyHooks(ABC):
 
     def _after_forward(self, model: nn.Module) -> None:
         """Split again what forward passes without a backward pass left whole; default nothing."""
+
+    def _weight_dtype(self) -> str:
+        """Return the dtype in which `load_model` reads weights for this strategy."""
+        return "bfloat16" if getattr(self, "precision", "fp32") == "bf16" else "float32"
+
+    def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
+        """Return the model of `load_model` with its values; the default reads it whole."""
+        from distft.checkpoint.pretrained import load_whole
+
+        return load_whole(weights)
 
     def _check_installed(self) -> None:
         """Raise RuntimeError where a package is missing; the default needs none."""

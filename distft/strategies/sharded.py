@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distft.checkpoint.folder import DCP
+from distft.checkpoint.pretrained import loaded_by, shard_rows
 from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
 from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.process_group import local_device
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from distft.checkpoint.folder import Manifest
+    from distft.checkpoint.weights import Weights
     from distft.spec import ModelSpec, Workload
 
 
@@ -43,13 +46,46 @@ class Sharded(Strategy):
         groups: Sequence[ParamGroup],
         mesh: Mesh,
     ) -> tuple[nn.Module, Optimizer]:
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        if loaded_by(model) is None:
+            model.to(local_device())
+            _copy_from_rank0(model)
+            self._shard(model, mesh)
+        return model, build_optimizer(optimizer, dict(model.named_parameters()), groups)
+
+    def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        from distft.checkpoint.skeleton import replace_parameters
 
         device = local_device()
-        model.to(device)
-        _copy_from_rank0(model)
+        self._shard(weights.model, mesh)
+
+        def read(name: str, parameter: Any) -> Tensor:
+            axis = parameter.device_mesh["dp_shard"]
+            rows, *rest = parameter.shape
+            first, count = shard_rows(rows, axis.size(), axis.get_local_rank())
+            part = torch.empty((count, *rest), dtype=parameter.dtype, device=device)
+            weights.fill(name, first * math.prod(rest), part)
+            return DTensor.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+        replace_parameters(weights.model, read)
+        weights.fill_buffers()
+        return weights.model
+
+    def _shard(self, model: nn.Module, mesh: Mesh) -> None:
+        """Split the parameters of a model, which may be on the meta device."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         policy: dict[str, Any] = {
-            "mesh": self._device_mesh(mesh, device.type),
+            "mesh": self._device_mesh(mesh, local_device().type),
             "mp_policy": _mixed_precision(self.precision),
             "reshard_after_forward": self.reshard_after_forward,
         }
@@ -63,7 +99,6 @@ class Sharded(Strategy):
                 # A sum, not a mean: shares are over the global number of loss tokens already.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        return model, build_optimizer(optimizer, dict(model.named_parameters()), groups)
 
     def _device_mesh(self, mesh: Mesh, device_type: str) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh

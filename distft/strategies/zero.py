@@ -16,7 +16,7 @@ from distft.checkpoint.folder import DEEPSPEED
 from distft.checkpoint.pickles import refuse_code
 from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memory, zero_traffic
 from distft.mesh import Mesh
-from distft.process_group import local_device
+from distft.process_group import group_rank, local_device
 from distft.strategies.base import Strategy
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from distft.checkpoint.folder import Manifest
+    from distft.checkpoint.weights import Weights
     from distft.spec import ModelSpec, Workload
 
 # The folder inside ``deepspeed/`` that its engine calls a tag.
@@ -301,6 +302,37 @@ class ZeRO3(ZeRO):
             "stage3_max_reuse_distance": self.max_reuse_distance,
             "sub_group_size": self.sub_group_size,
         }
+
+    def _weight_dtype(self) -> str:
+        # The engine computes in bf16 with both, and makes its fp32 masters of what it is given.
+        return "float32" if self.precision == "fp32" else "bfloat16"
+
+    def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
+        import torch
+
+        from distft.checkpoint.skeleton import replace_parameters
+
+        deepspeed = _load_deepspeed()
+        device = local_device()
+        first: list[Any] = []
+
+        def read(name: str, parameter: Tensor) -> Tensor:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            # The engine sends each tensor from rank 0 before it cuts it up.
+            if group_rank() == 0:
+                weights.fill(name, 0, whole)
+            new = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            if first:
+                first[0].convert_to_zero_parameters(param_list=[new])
+            else:
+                alone = torch.nn.ParameterList([new])
+                deepspeed.zero.Init(module=alone, config_dict_or_path=self._config())
+                first.append(new)
+            return new
+
+        replace_parameters(weights.model, read)
+        weights.fill_buffers()
+        return weights.model
 
     def _fetch_limits(self) -> FetchLimits:
         return FetchLimits(

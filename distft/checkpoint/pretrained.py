@@ -1,0 +1,166 @@
+"""`load_model`: from a folder of safetensors to a model of which each rank reads its part."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distft.checkpoint.weights import Weights, find_weights
+from distft.process_group import local_device, rendezvous, together
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+# Set on the model that `load_model` returns.
+_MARK = "_distft_loaded_by"
+
+
+def load_model(
+    path: str | Path,
+    strategy: Any,
+    dtype: str | torch.dtype | None = None,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    *,
+    config: Any = None,
+    model_class: Any = None,
+) -> nn.Module:
+    """Return the model of a folder, spread over the ranks as a strategy does, for its `apply`.
+
+    Under FSDP2 and HSDP a rank reads its own rows of each tensor and holds nothing else; under
+    ZeRO-3 one tensor at a time is whole. Both need host memory for a rank's part and the largest
+    tensor. DDP, ZeRO-1 and ZeRO-2 hold the whole model and read all of it. Buffers have the values
+    of any build, tied weights are one parameter, and the model is in training mode.
+
+    Families that publish experts one by one (Qwen-MoE, Mixtral and their like) are read that way
+    too. Where transformers publishes another conversion, each rank reads the whole model through
+    ``from_pretrained`` first, and the log says so.
+
+    Args:
+        path: Folder with ``config.json`` and safetensors, in one file or several with an index.
+        strategy: The strategy that will train it; `apply` of an equal one takes the model.
+        dtype: Of floating parameters, cast as they are read; default the one in which the strategy
+            trains, which `apply` insists on. Buffers keep their own.
+        peft_config: Reserved for adapters; only None for now.
+        quantization_config: Reserved for quantized weights; only None for now.
+        config: A transformers config to build from; default the folder's.
+        model_class: The class to build, which must be the folder's; default the one that
+            ``config.json`` names, from transformers.
+
+    Raises:
+        ValueError: There is no such folder, it holds another architecture, or tensors are missing,
+            too many, or of other shapes; each is named. Nothing has been allocated then.
+        RuntimeError: There is no process group, not every rank called, or a package is missing.
+
+    Collective: every rank.
+    """
+    if not hasattr(strategy, "_load_weights"):
+        raise ValueError(
+            f"load_model() needs a strategy, and got {strategy!r}. "
+            "Pass one such as FSDP2() or distft.strategy('fsdp2')."
+        )
+    for name, value in (("peft_config", peft_config), ("quantization_config", quantization_config)):
+        if value is not None:
+            raise ValueError(
+                f"load_model({name}={type(value).__name__}) is not supported by this version. "
+                f"Leave {name} out."
+            )
+    mesh = strategy.mesh()
+    strategy._check_installed()
+    rendezvous("load_model")
+    with together():
+        wanted = _floating(strategy._weight_dtype() if dtype is None else dtype)
+        weights = find_weights(Path(path), wanted, config, model_class)
+    with together(), ExitStack() as stack:
+        weights.advance = stack.enter_context(_progress_bar(len(weights.pieces)))
+        stack.enter_context(weights.reader)
+        model: nn.Module = strategy._load_weights(weights, mesh)
+    model.train()
+    mark_loaded(model, strategy, wanted)
+    return model
+
+
+def mark_loaded(model: nn.Module, strategy: Any, dtype: torch.dtype) -> None:
+    """Remember on a model which strategy loaded it, and in which dtype.
+
+    Collective: none.
+    """
+    setattr(model, _MARK, (strategy, str(dtype).removeprefix("torch.")))
+
+
+def loaded_by(model: Any) -> tuple[Any, str] | None:
+    """Return the strategy that loaded a model and the dtype of its weights, or None.
+
+    Collective: none.
+    """
+    found: tuple[Any, str] | None = getattr(model, _MARK, None)
+    return found
+
+
+def load_whole(weights: Weights) -> nn.Module:
+    """Return the model with every tensor whole on this rank's device.
+
+    Collective: none.
+    """
+    import torch
+
+    from distft.checkpoint.skeleton import replace_parameters
+
+    device = local_device()
+
+    def read(name: str, parameter: Tensor) -> Tensor:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        weights.fill(name, 0, whole)
+        return whole
+
+    replace_parameters(weights.model, read)
+    weights.fill_buffers()
+    return weights.model
+
+
+def _floating(dtype: str | torch.dtype) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"load_model(dtype={dtype!r}) is no floating dtype. Pass one such as 'bfloat16', or "
+            "leave it out for the one in which the strategy trains."
+        )
+    return found
+
+
+@contextmanager
+def _progress_bar(num_tensors: int) -> Iterator[Callable[[], None]]:
+    """Show one bar on each machine, where somebody is watching."""
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Loading", total=num_tensors)
+        yield lambda: bar.advance(task)
+
+
+def shard_rows(num_rows: int, num_shards: int, index: int) -> tuple[int, int]:
+    """Return the first row of a shard and its number of rows, as ``fully_shard`` cuts.
+
+    Every shard has ``ceil(rows / shards)`` rows while they last, so the last ones may be short or
+    empty.
+
+    >>> [shard_rows(6, 4, index) for index in range(4)]
+    [(0, 2), (2, 2), (4, 2), (6, 0)]
+
+    Collective: none.
+    """
+    step = math.ceil(num_rows / num_shards)
+    first = min(index * step, num_rows)
+    return first, min(step, num_rows - first)
