@@ -20,6 +20,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        keep_groups(engine.optimizer, engine.basic_optimizer)
         self.defaults = self.inner.defaults
 
     @property
@@ -90,6 +91,34 @@ def one_zero_optimizer(engine_class: Any) -> Iterator[None]:
         yield
     finally:
         engine_class._do_optimizer_sanity_check = original
+
+
+def keep_groups(zero: Any, client: torch.optim.Optimizer) -> None:
+    """Give an Adagrad its parameter groups back, which the engine merges into one.
+
+    Adagrad makes its state when it is built, so the engine builds another over its flat
+    partitions, from the defaults alone: rates and weight decay of single groups would be lost.
+
+    Collective: none.
+    """
+    if zero.optimizer is client:
+        return
+    made = zero.optimizer
+    client.state.clear()
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        partitions = zero.fp32_partitioned_groups_flat
+        groups = [zero.sub_group_to_group_id[index] for index in range(len(partitions))]
+    else:
+        partitions = zero.single_partition_of_fp32_groups
+        groups = list(range(len(partitions)))
+    for partition, index in zip(partitions, groups, strict=True):
+        client.state[partition] = state = made.state[partition]
+        state["sum"].fill_(client.param_groups[index]["initial_accumulator_value"])
+    zero.optimizer = client
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        # These were made for as many groups as the merged optimizer has.
+        zero._link_all_hp_params()
+        zero._param_slice_mappings = zero._create_param_mapping()
 
 
 def sum_gradients(zero: Any) -> None:

@@ -17,17 +17,33 @@ ParamGroup = Mapping[str, Any]
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "SGD"}
 )
+_WHOLE_NORM = "scales by the norm of the whole tensor"
+_ONE_STEP_SIZE = "estimates one step size from inner products over all parameters"
 REFUSED = {
+    # Elementwise, and yet not the same: their result is not what a strategy gathers and saves.
+    "ASGD": "trains towards an average that it keeps in its state, which no model is made from",
+    "AdamWScheduleFree": "trains at other weights than those to be saved, which it swaps in eval()",
+    "SGDScheduleFree": "trains at other weights than those to be saved, which it swaps in eval()",
+    # Elementwise, and decided by rounding.
+    "Rprop": "steps by whether a gradient changed its sign, which rounding decides near 0",
+    # A number's update reads other numbers' gradients.
     "Adafactor": "factors the second moment over the rows and columns of the whole matrix",
-    "LAMB": "scales by the norm of the whole tensor",
-    "LARS": "scales by the norm of the whole tensor",
-    "LBFGS": "keeps a history over all parameters at once",
-    "Lamb": "scales by the norm of the whole tensor",
+    "Adam_mini": "keeps one second moment for a block of the whole tensor",
+    "CAME": "factors the second moment over the rows and columns of the whole matrix",
+    "DAdaptAdam": _ONE_STEP_SIZE,
+    "GaLoreAdamW": "projects whole matrices on their singular vectors",
+    "LAMB": _WHOLE_NORM,
+    "LARS": _WHOLE_NORM,
+    "LBFGS": "keeps a history over all parameters at once, and needs a closure",
+    "Lamb": _WHOLE_NORM,
     "Muon": "orthogonalises whole matrices",
+    "Prodigy": _ONE_STEP_SIZE,
     "SOAP": "rotates whole matrices",
     "Shampoo": "preconditions whole matrices",
     "SparseAdam": "reads sparse gradients, which no collective here reduces",
 }
+# How names of optimizers end whose state is quantized, in bitsandbytes, torchao and others.
+_QUANTIZED = ("8bit", "4bit", "Fp8")
 
 
 def check_factory(factory: Any) -> None:
@@ -56,13 +72,18 @@ def check_factory(factory: Any) -> None:
         )
     trial = factory([torch.nn.Parameter(torch.zeros(1))])
     name = type(trial).__name__
-    if name in ELEMENTWISE:
+    package = type(trial).__module__.partition(".")[0]
+    if name in ELEMENTWISE and package != "bitsandbytes":
         return
     if not isinstance(trial, torch.optim.Optimizer):
         raise ValueError(f"apply() needs a torch optimizer, and the function made a {name}.")
     why = REFUSED.get(name, "has not been shown to give the same update on shards")
-    if name.endswith("8bit"):
+    if name.endswith(_QUANTIZED):
         why = "quantizes its state in blocks that sharding cuts elsewhere"
+    elif package == "bitsandbytes":
+        # Of the same name as torch's, and 8 bits wide where optim_bits says so.
+        name = f"bitsandbytes' {name}"
+        why = "updates raw memory of whole tensors, which shards are not"
     raise ValueError(
         f"{name} {why}. Use one of the {len(ELEMENTWISE)} elementwise ones: "
         f"{', '.join(sorted(ELEMENTWISE))}."

@@ -41,3 +41,22 @@ def test_the_groups_of_a_world_that_is_gone_can_be_forgotten():
 
 def test_torch_has_the_store_of_the_default_group():
     assert callable(torch.distributed.distributed_c10d._get_default_store)
+
+
+def test_both_optimizers_have_the_partitions_whose_groups_an_adagrad_gets_back():
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    for module, names in (
+        (stage3, ("fp32_partitioned_groups_flat", "sub_group_to_group_id")),
+        (
+            stage_1_and_2,
+            (
+                "single_partition_of_fp32_groups",
+                "_link_all_hp_params",
+                "_param_slice_mappings",
+                "_create_param_mapping",
+            ),
+        ),
+    ):
+        source = inspect.getsource(module)
+        assert all(f"self.{name}" in source for name in names)
