@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distft.checkpoint.consolidation import consolidate as consolidate
     from distft.checkpoint.folder import latest as latest
     from distft.checkpoint.pretrained import load_model as load_model
+    from distft.peft import load_adapter as load_adapter
     from distft.process_group import init as init
     from distft.spec import ModelSpec as ModelSpec
     from distft.spec import Workload as Workload
@@ -44,6 +45,7 @@ _HOMES = {
     "consolidate": "distft.checkpoint.consolidation",
     "init": "distft.process_group",
     "latest": "distft.checkpoint.folder",
+    "load_adapter": "distft.peft",
     "load_model": "distft.checkpoint.pretrained",
     "strategy": "distft.strategies.by_name",
     "unwrap": "distft.training.wrappers",

@@ -24,6 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     consolidate.add_argument("out", help="folder to write the model to")
     consolidate.add_argument("--dtype", help="dtype of the weights; default as trained")
     consolidate.add_argument("--max-shard-size", default="5GB", help="largest file; default 5GB")
+    consolidate.add_argument(
+        "--adapter",
+        default="keep",
+        choices=("keep", "merge", "only"),
+        help="of a LoRA run: keep it beside the base, merge it, or write it only; default keep",
+    )
+    consolidate.add_argument(
+        "--exclude-frozen", action="store_true", help="leave out what was not trained"
+    )
     consolidate.add_argument("--json", action="store_true", help="print one JSON object")
     return _consolidate(parser.parse_args(arguments))
 
@@ -32,7 +41,14 @@ def _consolidate(options: argparse.Namespace) -> int:
     from distft.checkpoint.consolidation import consolidate
 
     try:
-        out = consolidate(options.path, options.out, options.dtype, options.max_shard_size)
+        out = consolidate(
+            options.path,
+            options.out,
+            options.dtype,
+            options.max_shard_size,
+            exclude_frozen=options.exclude_frozen,
+            adapter=options.adapter,
+        )
     except (ValueError, RuntimeError, OSError) as error:
         print(
             json.dumps({"error": str(error)}) if options.json else f"error: {error}",

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from distft.checkpoint.dcp import MODEL, read_tensors
 from distft.checkpoint.folder import (
@@ -21,12 +21,15 @@ from distft.checkpoint.folder import (
     find_checkpoint,
     read_manifest,
 )
+from distft.peft import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, base_name, merge_adapter
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_OURS = {MANIFEST, STATE_FILE, "config.json", "rng", *LAYOUTS}
+_OURS = {MANIFEST, STATE_FILE, "config.json", "rng", ADAPTER, *LAYOUTS}
+
+AdapterChoice = Literal["keep", "merge", "only"]
 
 
 def consolidate(
@@ -34,6 +37,8 @@ def consolidate(
     out: str | Path,
     dtype: str | torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
+    exclude_frozen: bool = False,
+    adapter: AdapterChoice = "keep",
 ) -> Path:
     """Write a checkpoint as safetensors that ``from_pretrained`` reads, and return the folder.
 
@@ -51,9 +56,16 @@ def consolidate(
             and boolean buffers keep theirs. The config says the same.
         max_shard_size: Largest file, such as ``"5GB"``; one larger tensor gets a file of its own.
 
+        exclude_frozen: Leave out what was not trained: of a LoRA run the base, which leaves the
+            folder ``adapter``; of another run the frozen tensors, the rest under the names that
+            the model has in memory.
+        adapter: What becomes of the adapter of a LoRA run: ``"keep"`` writes the base and, in the
+            folder ``adapter`` in it, the adapter in PEFT's layout; ``"merge"`` adds it into the
+            base; ``"only"`` makes ``out`` the adapter's folder.
+
     Raises:
-        ValueError: ``path`` is no checkpoint or half one, ``out`` lies inside it or is a file, or
-            the dtype is not a floating one.
+        ValueError: ``path`` is no checkpoint or half one, ``out`` lies inside it or is a file,
+            the dtype is not a floating one, or ``adapter`` asks for what the run does not have.
 
     Collective: none.
     """
@@ -65,17 +77,83 @@ def consolidate(
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file. Choose a folder to write the model to.")
     target = _floating_dtype(dtype or manifest.dtype)
-    tensors = _read_weights(folder, manifest)
-    state = {
-        name: tensor.to(target) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    has_adapter = (folder / ADAPTER / CONFIG_FILE).is_file()
+    _check_adapter_choice(folder, adapter, exclude_frozen, has_adapter)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
-        _write_model(Path(made), folder, state, target, max_shard_size)
-        _copy_others(folder, Path(made))
+        if has_adapter and adapter != "merge":
+            into = Path(made, ADAPTER) if adapter == "keep" else Path(made)
+            _copy_adapter(folder / ADAPTER, into, None if dtype is None else target)
+        if not has_adapter or not (exclude_frozen or adapter == "only"):
+            tensors = _read_weights(folder, manifest)
+            if has_adapter:
+                tensors = _base_weights(folder, tensors, merge=adapter == "merge")
+            if exclude_frozen:
+                tensors = {n: tensor for n, tensor in tensors.items() if n in manifest.trainable}
+            state = {
+                name: tensor.to(target) if tensor.is_floating_point() else tensor
+                for name, tensor in tensors.items()
+            }
+            _write_model(Path(made), folder, state, target, max_shard_size, exclude_frozen)
+            _copy_others(folder, Path(made))
         _move_in(Path(made), out)
     return out
+
+
+def _check_adapter_choice(
+    folder: Path, adapter: str, exclude_frozen: bool, has_adapter: bool
+) -> None:
+    choices = get_args(AdapterChoice)
+    if adapter not in choices:
+        raise ValueError(
+            f"consolidate(adapter={adapter!r}) is none of the {len(choices)} choices "
+            f"{', '.join(choices)}."
+        )
+    if adapter != "keep" and not has_adapter:
+        raise ValueError(
+            f"consolidate(adapter={adapter!r}) was asked for, and {folder} holds 0 adapters. "
+            "Leave it out: the run trained the model itself."
+        )
+    if adapter == "merge" and exclude_frozen:
+        raise ValueError(
+            "consolidate(adapter='merge', exclude_frozen=True) contradicts itself: merging makes "
+            "1 model of the frozen base and the adapter. Use adapter='only' for the adapter."
+        )
+
+
+def _copy_adapter(source: Path, into: Path, dtype: torch.dtype | None) -> None:
+    shutil.copytree(source, into, dirs_exist_ok=True)
+    if dtype is not None:
+        from safetensors.torch import load_file, save_file
+
+        state = {name: tensor.to(dtype) for name, tensor in load_file(into / WEIGHTS_FILE).items()}
+        save_file(state, into / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _base_weights(folder: Path, tensors: Mapping[str, Tensor], merge: bool) -> dict[str, Tensor]:
+    """Return the base of a LoRA run under the names it has without PEFT, merged or as it was."""
+    named = {base_name(name): tensor for name, tensor in tensors.items()}
+    base = {name: tensor for name, tensor in named.items() if name is not None}
+    if not merge:
+        return base
+    model = _skeleton(folder)
+    if model is None:
+        raise ValueError(
+            f"consolidate(adapter='merge') needs a model class of transformers, and {folder} names "
+            "none. Use adapter='keep', and merge with PEFT on the model that you build."
+        )
+    buffers = [name for name, _ in model.named_buffers()]
+    _, unexpected = model.load_state_dict(base, strict=False, assign=True)
+    model.tie_weights()
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if absent or unexpected:
+        raise ValueError(
+            f"{folder} lacks {len(absent)} tensors of its own base, and has {len(unexpected)} "
+            f"others, such as {[*absent, *unexpected][0]}. Use adapter='keep'."
+        )
+    merged = merge_adapter(model, folder / ADAPTER)
+    whole = {name: parameter.detach() for name, parameter in merged.named_parameters()}
+    return whole | {name: base[name] for name in buffers if name in base}
 
 
 def _floating_dtype(dtype: Any) -> torch.dtype:
@@ -113,9 +191,10 @@ def _write_model(
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
     max_shard_size: str | int,
+    partial: bool,
 ) -> None:
     """Write weights and config; transformers itself names and splits them where it knows how."""
-    skeleton = _skeleton(folder)
+    skeleton = None if partial else _skeleton(folder)
     if skeleton is None:
         from huggingface_hub import save_torch_state_dict
 
@@ -175,11 +254,14 @@ def _copy_others(folder: Path, made: Path) -> None:
 
 
 def _move_in(made: Path, out: Path) -> None:
-    """Move the finished files into place; an earlier model's weight files go first."""
+    """Move the finished files into place; an earlier model's weights and adapter go first."""
     out.mkdir(exist_ok=True)
     stale = [*out.glob("model*.safetensors"), *out.glob("*.safetensors.index.json")]
+    stale += [file for name in (CONFIG_FILE, WEIGHTS_FILE) for file in out.glob(name)]
     for file in stale:
         file.unlink()
+    if (out / ADAPTER / CONFIG_FILE).is_file():
+        shutil.rmtree(out / ADAPTER)
     for source in made.iterdir():
         target = out / source.name
         if target.is_dir():

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model", "optimizer"
 METADATA = ".metadata"
+# Set on an optimizer: loaded state of adapters that are frozen in this run, for its next save.
+_RESTING = "_distft_resting"
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -56,11 +58,12 @@ def optimizer_scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[
 
 
 def _state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    return {
+    held = {
         name: optimizer.state[parameter]
         for name, parameter in unwrap(model).named_parameters()
         if parameter in optimizer.state
     }
+    return {**getattr(optimizer, _RESTING, {}), **held}
 
 
 def write_dcp(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -230,3 +233,7 @@ def _set_optimizer_state(
             if names[id(parameter)] in states:
                 state[index] = states[names[id(parameter)]]
     optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+    held = {
+        names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
+    }
+    setattr(optimizer, _RESTING, {name: states[name] for name in states if name not in held})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distft.checkpoint.dcp import named_tensors
 from distft.checkpoint.folder import (
+    DCP,
     DEEPSPEED,
     STATE_FILE,
     TRAIN_STATE,
@@ -19,6 +20,7 @@ from distft.checkpoint.folder import (
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state, set_random_state
 from distft.checkpoint.save import optimizer_name
+from distft.peft import is_adapter
 from distft.process_group import group_size, rendezvous, together
 
 if TYPE_CHECKING:
@@ -175,6 +177,13 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, folder: Path) -> 
         )
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     different = sorted(set(names) ^ set(manifest.trainable))
+    if manifest.layout == DCP:
+        # State is kept by name, so adapters may rest for a while and come back with theirs.
+        different = [
+            name
+            for name in different
+            if not (is_adapter(name) and name in manifest.optimizer_state)
+        ]
     if different:
         raise ValueError(
             f"{folder} trained {len(manifest.trainable)} parameters, and this run trains "
@@ -192,9 +201,14 @@ def _group_settings(
         for group in saved_groups
         for name in group["param_names"]
     }
-    settings = []
+    settings: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
-        first, *others = group["param_names"]
+        known = [name for name in group["param_names"] if name in by_name]
+        if not known:
+            # Adapters that rested in the saved run: this run's own settings.
+            settings.append({})
+            continue
+        first, *others = known
         different = [name for name in others if by_name[name] != by_name[first]]
         if different:
             raise ValueError(

@@ -10,7 +10,7 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -27,11 +27,12 @@ from distft.checkpoint.folder import (
 )
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import random_state
+from distft.peft import ADAPTER, base_model, is_peft, names_to_save, write_adapter
 from distft.process_group import from_rank0, group_rank, group_size, rendezvous, together
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from distft.mesh import Mesh
@@ -54,6 +55,11 @@ class Saver(Protocol):
 
     def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
         """Write weights and optimizer state."""
+
+    def _gather_weights(
+        self, model: nn.Module, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Return parameters whole."""
 
 
 def save_checkpoint(
@@ -83,11 +89,14 @@ def save_checkpoint(
         with together():
             strategy._write_state(folder / strategy.layout, model, optimizer)
             _write_random_state(folder)
+            adapter = _gather_adapter(strategy, model)
         data_states = _data_states(data)
         with together():
             if group_rank() == 0:
                 _write_train_state(folder, model, optimizer, scheduler, data_states)
                 _write_model_files(folder, model, processing_class)
+                if adapter:
+                    write_adapter(folder / ADAPTER, unwrap(model), adapter)
         files = _describe_files(folder)
         with together():
             if group_rank() == 0:
@@ -156,6 +165,15 @@ def _make_folder(folder: Path, path: Path, nonce: str) -> None:
             (folder / "rng").mkdir()
 
 
+def _gather_adapter(strategy: Saver, model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole tensors of a model's adapter, none where it has no adapter.
+
+    Collective: every rank.
+    """
+    inner = unwrap(model)
+    return strategy._gather_weights(model, set(names_to_save(inner))) if is_peft(inner) else {}
+
+
 def _write_random_state(folder: Path) -> None:
     import torch
 
@@ -209,7 +227,7 @@ def _write_train_state(
 
 
 def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
-    inner: Any = unwrap(model)
+    inner: Any = base_model(unwrap(model))
     for name in ("config", "generation_config"):
         config = copy.deepcopy(getattr(inner, name, None))
         if config is not None and hasattr(config, "save_pretrained"):

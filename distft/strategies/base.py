@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.mesh import Mesh
+from distft.peft import attach_adapters
 from distft.process_group import (
     base_seed,
     group_rank,
@@ -154,7 +155,9 @@ class Strategy(StrategyHooks):
             optimizer: How to build the optimizer, such as ``partial(AdamW, lr=1e-4)``. It is
                 called after sharding; one built before would train tensors that are gone.
             param_groups: Groups as torch takes them, over the model's parameters or their names.
-            peft_config: Reserved for adapters; only None for now.
+            peft_config: A ``peft.LoraConfig``: adapters are attached, then the model is sharded,
+                then the optimizer is built. Only adapters and ``modules_to_save`` train. A PEFT
+                model is taken as it is.
 
         Raises:
             ValueError: The model is distributed already or on the meta device, ranks do not
@@ -163,17 +166,14 @@ class Strategy(StrategyHooks):
 
         Collective: every rank.
         """
-        if peft_config is not None:
-            raise ValueError(
-                f"{self!r}.apply(peft_config=...) is not supported by this version. "
-                "Train the whole model, or freeze parameters with requires_grad=False."
-            )
         mesh = self.mesh()
         self._check_installed()
         loaded = check_loaded(self, model, peft_config)
         if not loaded:
             check_undistributed(model)
         check_factory(optimizer)
+        if peft_config is not None:
+            model = attach_adapters(model, peft_config, base_seed())
         groups = name_groups(model, param_groups)
         check_same_model(model)
         # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
@@ -412,14 +412,20 @@ class Strategy(StrategyHooks):
         scale_gradients(parts, norm, max_norm)
         return float(norm)
 
-    def gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return every parameter whole, by name, on the host: the master weights where there are.
+    def gather_weights(
+        self, model: nn.Module, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Return parameters whole, by name, on the host: the master weights where there are.
 
-        For checks and small models: each rank ends up with the whole model.
+        For checks, adapters and small models: each rank ends up with all of them.
+
+        Args:
+            model: What `apply` returned.
+            names: Which parameters; default every one.
 
         Collective: every rank.
         """
-        return self._gather_weights(model)
+        return self._gather_weights(model, names)
 
     def gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
         """Return every reduced gradient whole, by name, on the host; valid before the update.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from distft.strategies.base import Strategy
 from distft.strategies.precision import autocast_forward
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
-from distft.training.wrappers import unwrap
+from distft.training.wrappers import chosen_parameters, unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -75,8 +75,10 @@ class DDP(Strategy):
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         return [GradientShards([p.grad for p in model.parameters() if p.grad is not None])]
 
-    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: p.detach().cpu().clone() for name, p in unwrap(model).named_parameters()}
+    def _gather_weights(
+        self, model: nn.Module, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in chosen_parameters(model, names)}
 
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in unwrap(model).named_parameters()}

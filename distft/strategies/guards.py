@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.pretrained import loaded_by
+from distft.peft import base_model, is_adapter
 from distft.process_group import raise_together
 from distft.training.wrappers import is_engine, unwrap
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 # Set on the model and the optimizer that `Strategy.apply` returns.
 _MARK = "_distft_applied_by"
+# Set on the model: the names of the parameters that the optimizer got.
+_TRAINED = "_distft_trained"
 _ABSENT: Any = object()
 
 
@@ -23,8 +27,52 @@ def mark_applied(strategy: Any, model: nn.Module, optimizer: Any) -> None:
 
     Collective: none.
     """
-    setattr(unwrap(model), _MARK, repr(strategy))
+    inner = unwrap(model)
+    setattr(inner, _MARK, repr(strategy))
     setattr(optimizer, _MARK, repr(strategy))
+    setattr(inner, _TRAINED, frozenset(n for n, p in inner.named_parameters() if p.requires_grad))
+    base = base_model(inner)
+    if hasattr(base, "resize_token_embeddings"):
+        base.resize_token_embeddings = partial(_refuse_resize, repr(strategy))
+
+
+def _refuse_resize(strategy: str, *sizes: Any, **more: Any) -> None:
+    raise RuntimeError(
+        f"The vocabulary cannot be resized after {strategy}.apply(): its {len(sizes) + len(more)} "
+        "arguments would change tensors that are split and that the optimizer holds. The order is "
+        "resize_token_embeddings(), then adapters, then apply()."
+    )
+
+
+def check_trained(strategy: Any, call: str, model: Any) -> None:
+    """Raise where a model has trainable parameters that came after ``apply``.
+
+    No optimizer holds them, and of adapters put on a sharded model no collective sums the
+    gradients: every rank would train its own.
+
+    Raises:
+        RuntimeError: How many there are, and the order to follow.
+
+    Collective: none.
+    """
+    inner = unwrap(model)
+    trained = getattr(inner, _TRAINED, None)
+    if trained is None:
+        # Adapters around a wrapper: the mark is deeper than any attribute look-up goes.
+        marked = (vars(module).get(_TRAINED) for module in inner.modules())
+        trained = next((names for names in marked if names is not None), None)
+    if trained is None:
+        return
+    late = [n for n, p in inner.named_parameters() if p.requires_grad and n not in trained]
+    if late:
+        adapters = [name for name in late if is_adapter(name)]
+        what, example = ("adapter tensors", adapters[0]) if adapters else ("parameters", late[0])
+        raise RuntimeError(
+            f"{strategy!r}.{call}() got a model with {len(adapters or late)} trainable {what} that "
+            f"came after apply(), such as {example}: the optimizer holds {len(trained)} tensors "
+            "and none of these. Attach adapters first, with apply(..., peft_config=...), or "
+            "set requires_grad before apply()."
+        )
 
 
 def check_applied(strategy: Any, call: str, model: Any, optimizer: Any = _ABSENT) -> None:
@@ -32,9 +80,11 @@ def check_applied(strategy: Any, call: str, model: Any, optimizer: Any = _ABSENT
 
     Raises:
         ValueError: Which of the two it is, and what made it.
+        RuntimeError: Parameters to train came after ``apply``.
 
     Collective: none.
     """
+    check_trained(strategy, call, model)
     for what, thing in (("model", unwrap(model)), ("optimizer", optimizer)):
         if thing is _ABSENT:
             continue

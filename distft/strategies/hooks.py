@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -66,8 +66,10 @@ class StrategyHooks(ABC):
         """Return this rank's part of the reduced gradients, after the last micro-step."""
 
     @abstractmethod
-    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return every parameter whole, on the host."""
+    def _gather_weights(
+        self, model: nn.Module, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Return parameters whole, on the host: those named, or every one."""
 
     @abstractmethod
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:

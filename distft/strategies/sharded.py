@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+from distft.training.wrappers import chosen_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -129,9 +130,11 @@ class Sharded(Strategy):
     def _after_forward(self, model: nn.Module) -> None:
         _split_again(model)
 
-    def _gather_weights(self, model: nn.Module) -> dict[str, Tensor]:
+    def _gather_weights(
+        self, model: nn.Module, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         _split_again(model)
-        return {name: _whole(parameter) for name, parameter in model.named_parameters()}
+        return {name: _whole(p) for name, p in chosen_parameters(model, names)}
 
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}

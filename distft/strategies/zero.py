@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from distft.process_group import group_rank, local_device
 from distft.strategies.base import Strategy
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+from distft.training.wrappers import chosen_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -154,13 +155,15 @@ class ZeRO(Strategy):
         tensors = [tensor for group in partitions if group for tensor in group]
         return [GradientShards(tensors, [dist.group.WORLD])]
 
-    def _gather_weights(self, model: Any) -> dict[str, Tensor]:
+    def _gather_weights(
+        self, model: Any, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         gathered = _load_deepspeed().zero.GatheredParameters
 
         found = {}
-        for name, parameter in model.module.named_parameters():
+        for name, parameter in chosen_parameters(model, names):
             if parameter.requires_grad:
                 whole = safe_get_full_fp32_param(parameter)
             else:

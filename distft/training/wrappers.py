@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -22,6 +23,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel | DataParallel) or is_engine(model):
         model = cast("nn.Module", model.module)
     return model
+
+
+def chosen_parameters(
+    model: nn.Module, names: Collection[str] | None
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return name and tensor of the parameters that are named, or of every one, each once.
+
+    Collective: none.
+    """
+    for name, parameter in unwrap(model).named_parameters():
+        if names is None or name in names:
+            yield name, parameter
 
 
 def is_engine(model: Any) -> bool:

@@ -12,6 +12,7 @@ from distft.formulas import ddp_memory, ddp_traffic
 from distft.mesh import Mesh
 from distft.training.clip import GradientShards
 from distft.training.optimizers import build_optimizer
+from distft.training.wrappers import chosen_parameters
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -51,8 +52,8 @@ class WholeModel(Strategy):
     def _gradients(self, model):
         return [GradientShards([p.grad for p in model.parameters()])]
 
-    def _gather_weights(self, model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    def _gather_weights(self, model, names=None):
+        return {name: p.detach().clone() for name, p in chosen_parameters(model, names)}
 
     def _gather_gradients(self, model):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
