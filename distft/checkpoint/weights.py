@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import re
@@ -105,7 +106,13 @@ def find_weights(folder: Path, dtype: torch.dtype, config: Any, model_class: Any
     from distft.checkpoint.skeleton import build
 
     config = _config(folder) if config is None else copy.deepcopy(config)
-    model_class = _class(folder, config, model_class)
+    model_class = _class(folder, model_class)
+    wanted = getattr(model_class, "config_class", None)
+    if wanted is not None and not isinstance(config, wanted):
+        raise ValueError(
+            f"{folder} holds a {model_class.__name__}, which is built from a {wanted.__name__}, "
+            f"and got a {type(config).__name__}. Pass a config of the folder's kind, or none."
+        )
     files = list_tensors(folder)
     odd = next((name for name, tensor in files.items() if tensor.dtype not in DTYPES), None)
     if odd is not None or getattr(config, "quantization_config", None) is not None:
@@ -146,10 +153,12 @@ def _config(folder: Path) -> Any:
         ) from error
 
 
-def _class(folder: Path, config: Any, model_class: Any) -> Any:
+def _class(folder: Path, model_class: Any) -> Any:
     import transformers
 
-    held = list(getattr(config, "architectures", None) or [])
+    # The folder's own word, also where the config is another one.
+    held = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    held = list(held or [])
     if model_class is not None:
         asked = model_class if isinstance(model_class, str) else model_class.__name__
         if held and asked not in held:
