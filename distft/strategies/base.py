@@ -46,6 +46,7 @@ from distft.training.step import (
     count_over_ranks,
     run_step,
 )
+from distft.training.sums import check_loss_is_a_sum
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -249,8 +250,9 @@ class Strategy(StrategyHooks):
             count_fn: From a batch to the number the loss is a mean over; default its loss tokens.
 
         Raises:
-            ValueError: No batch, no loss token, a bound that is not above 0, or a model or an
-                optimizer that `apply` of this strategy did not return.
+            ValueError: No batch, no loss token, a bound that is not above 0, a ``loss_fn`` that
+                returns a mean (looked for in the first step), or a model or an optimizer that
+                `apply` of this strategy did not return.
             RuntimeError: There is no process group.
 
         Collective: every rank.
@@ -258,6 +260,8 @@ class Strategy(StrategyHooks):
         check_max_norm(max_grad_norm)
         self.mesh()
         check_applied(self, "train_step", model, optimizer)
+        if loss_fn is not None:
+            check_loss_is_a_sum(model, micro_batches, loss_fn, self._after_forward)
         return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
 
     def eval_step(

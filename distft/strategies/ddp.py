@@ -34,11 +34,18 @@ class DDP(Strategy):
 
     Memory: 16 bytes a parameter on every rank (fp32 weights, gradients and AdamW's two moments).
     Traffic: one all-reduce of the gradients, ``2 (N-1)/N`` times their bytes a step.
+
+    Attributes:
+        find_unused_parameters: As in torch: True for a model with parameters that the loss does
+            not reach in every pass, such as the mask token of DINOv2. It walks the graph in every
+            pass; without it the second step of such a model raises. No other strategy needs it.
     """
 
     name: ClassVar[str] = "ddp"
     layout: ClassVar[str] = DCP
     forward_gathers: ClassVar[bool] = False
+
+    find_unused_parameters: bool = False
 
     def _mesh(self, num_ranks: int) -> Mesh:
         return Mesh(dp_replicate=num_ranks)
@@ -64,6 +71,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=True,
             # What `load_model` read is the same on every rank already.
             init_sync=loaded_by(model) is None,
+            find_unused_parameters=self.find_unused_parameters,
             **no_sync_of_buffers,
         )
         wrapped.register_comm_hook(None, _sum_over_ranks())
