@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +21,10 @@ class Named(Protocol):
     def unit(self) -> str:
         """Path of the block, or "" for none."""
 
+    @property
+    def trainable(self) -> bool:
+        """Whether it gets a gradient."""
+
 
 # What works in which order where registration differs, and modules without parameters that work
 # between them ("act_fn", "rotary_emb"), which DeepSpeed counts like any other.
@@ -32,6 +37,14 @@ _ORDERS = (
 # DeepSpeed gathers a block of experts with its router at once, as which experts work differs
 # between ranks.
 _LEAF = {"gate", "experts"}
+# PEFT's wrappers: what works in them in which order, and what is there and never works.
+_ADAPTED = ("base_layer", "lora_dropout", "lora_A", "lora_B")
+_NEVER = {"original_module"}
+_DICTS = {"lora_A", "lora_B", "lora_dropout", "modules_to_save"}
+# What reads the input of the module that it is in, not what worked before it; what reads only
+# that; the rest reads all that worked before it in the module.
+_READS_INPUT = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "base_layer", "lora_dropout"}
+_READS_LAST = {"q_norm", "k_norm", "act_fn", "lora_A", "lora_B"}
 _WITHOUT_PARAMETERS = {"act_fn": "gate_proj", "rotary_emb": "embed_tokens"}
 # Nothing that it returns has a gradient, so it does not show in the backward pass.
 _FORWARD_ONLY = "rotary_emb"
@@ -42,14 +55,21 @@ class _Module:
     path: str
     own: list[int] = field(default_factory=list)
     children: dict[str, _Module] = field(default_factory=dict)
+    # Whether the input and the output have gradients: the backward pass comes by only then.
+    grad_in: bool = True
+    grad_out: bool = True
 
     @property
     def parameters(self) -> tuple[int, ...]:
         """Indices of what is gathered for it: its own, and all below where it is a leaf."""
         if not self.is_leaf:
             return tuple(self.own)
-        below = (index for child in self.children.values() for index in child.own)
-        return (*self.own, *below)
+        return tuple(self._all_below())
+
+    def _all_below(self) -> Iterator[int]:
+        yield from self.own
+        for child in self.children.values():
+            yield from child._all_below()
 
     @property
     def is_leaf(self) -> bool:
@@ -62,7 +82,11 @@ class _Module:
 
     def ordered(self) -> list[_Module]:
         """Return the children in the order of work."""
-        names = [] if self.is_leaf else list(self.children)
+        names = [] if self.is_leaf else [name for name in self.children if name not in _NEVER]
+        if "base_layer" in names:
+            # Dropout, or what stands for it, has no parameters and counts like any other.
+            self.child("lora_dropout").child("default")
+            return [self.child(name) for name in _ADAPTED]
         for order in _ORDERS:
             if len(names) > 1 and all(name in order for name in names):
                 present = [
@@ -75,8 +99,29 @@ class _Module:
 
     @property
     def works(self) -> bool:
-        """Whether it is called: a list of blocks is not."""
-        return not (self.children and all(name.isdigit() for name in self.children))
+        """Whether it is called: a list of blocks is not, nor a dict of adapters.
+
+        PEFT calls the ``forward`` of the model inside, which no hook sees.
+        """
+        name = self.path.rpartition(".")[2]
+        if self.path == "base_model.model" or name in _DICTS:
+            return False
+        return not (self.children and all(child.isdigit() for child in self.children))
+
+    def flow(self, grad_in: bool, trained: AbstractSet[int]) -> bool:
+        """Set which modules see gradients, and return whether the output has one."""
+        self.grad_in = grad_in
+        grad_out = grad_in or any(index in trained for index in self.own)
+        if self.is_leaf:
+            grad_out = grad_in or any(index in trained for index in self.parameters)
+        so_far = last = grad_in
+        for child in self.ordered():
+            name = child.path.rpartition(".")[2]
+            source = last if name in _READS_LAST else so_far
+            last = child.flow(grad_in if name in _READS_INPUT else source, trained)
+            so_far = so_far or last
+        self.grad_out = grad_out or so_far
+        return self.grad_out
 
 
 def module_visits(
@@ -94,6 +139,7 @@ def module_visits(
         for part in name.split(".")[:-1]:
             module = module.child(part)
         module.own.append(index)
+    root.flow(False, {index for index, tensor in enumerate(tensors) if tensor.trainable})
     blocks = {tensor.unit for tensor in tensors} - {""} if activation_checkpointing else set()
     return (*_forward(root), *_backward(root, blocks))
 
@@ -109,8 +155,9 @@ def _backward(module: _Module, blocks: set[str]) -> Iterator[Visit]:
     if module.path in blocks:
         yield from _recomputed(module)
         return
-    if module.works and not module.path.endswith(_FORWARD_ONLY):
-        yield Visit(module.parameters)
+    if module.works and module.grad_out and not module.path.endswith(_FORWARD_ONLY):
+        # It is told to free them once its input has its gradient.
+        yield Visit(module.parameters, frees=module.grad_in)
     for child in reversed(module.ordered()):
         yield from _backward(child, blocks)
 
