@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from distft.checkpoint.adopt import Adoption as Adoption
+    from distft.checkpoint.adopt import adopt as adopt
     from distft.checkpoint.consolidation import consolidate as consolidate
     from distft.checkpoint.folder import latest as latest
     from distft.checkpoint.pretrained import load_model as load_model
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from distft.training.wrappers import unwrap as unwrap
 
 _HOMES = {
+    "Adoption": "distft.checkpoint.adopt",
     "DDP": "distft.strategies.ddp",
     "EvalResult": "distft.training.evaluation",
     "FSDP2": "distft.strategies.sharded",
@@ -42,6 +45,7 @@ _HOMES = {
     "ZeRO1": "distft.strategies.zero",
     "ZeRO2": "distft.strategies.zero",
     "ZeRO3": "distft.strategies.zero",
+    "adopt": "distft.checkpoint.adopt",
     "consolidate": "distft.checkpoint.consolidation",
     "init": "distft.process_group",
     "latest": "distft.checkpoint.folder",

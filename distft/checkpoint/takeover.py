@@ -1,0 +1,113 @@
+"""Taking over the weights and the optimizer of a run that DeepSpeed's own engine saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distft.checkpoint.pickles import look_inside, refuse_code
+from distft.process_group import group_size, rendezvous, together
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+# What schedulers and we add to a group; an optimizer's own settings are what remains.
+_ADDED = {"params", "param_names", "initial_lr"}
+
+
+def take_over(
+    folder: Path, stage: int, num_ranks: int | None, model: Any, optimizer: Optimizer
+) -> None:
+    """Load a folder of DeepSpeed's into an engine of the same stage on as many ranks.
+
+    Args:
+        folder: The folder that holds the files, which DeepSpeed calls a tag.
+        stage: Stage that wrote it.
+        num_ranks: Ranks that wrote it.
+        model: DeepSpeed's engine, as `Strategy.apply` returned it.
+        optimizer: What `Strategy.apply` returned.
+
+    Raises:
+        ValueError: Stage, ranks, dtype, parameters or optimizer are not those of the folder, or a
+            file asks for more than a checkpoint needs.
+        RuntimeError: Not every rank called.
+
+    Collective: every rank.
+    """
+    rendezvous("Adoption.resume")
+    folder = folder.resolve()
+    with together():
+        _check_engine(folder, stage, num_ranks, model)
+        # The engine unpickles these files with nothing switched off.
+        for file in sorted(folder.glob("*.pt")):
+            refuse_code(file)
+        _check_parameters(folder, model, optimizer)
+        _check_optimizer(folder, optimizer)
+    names = [group["param_names"] for group in optimizer.param_groups]
+    with together():
+        loaded, _ = model.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
+        )
+        if loaded is None:
+            raise ValueError(f"DeepSpeed found no state in {folder}. Use another checkpoint.")
+        for group, named in zip(optimizer.param_groups, names, strict=True):
+            group["param_names"] = named
+
+
+def _check_engine(folder: Path, stage: int, num_ranks: int | None, model: Any) -> None:
+    ranks = group_size("Adoption.resume")
+    mine = model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else 0
+    if (mine, ranks) != (stage, num_ranks):
+        here = f"ZeRO-{mine}" if mine else type(model).__name__
+        raise ValueError(
+            f"{folder} was saved by ZeRO-{stage} on {num_ranks} ranks, and this is {here} on "
+            f"{ranks}. Use distft.ZeRO{stage} on {num_ranks} ranks."
+        )
+
+
+def _check_parameters(folder: Path, model: Any, optimizer: Optimizer) -> None:
+    import torch
+
+    state = look_inside(next(iter(sorted(folder.glob("*_model_states.pt")))))
+    shapes = {
+        name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.module.named_parameters()
+    }
+    mine = [
+        [(name, shapes[name]) for name in group["param_names"]] for group in optimizer.param_groups
+    ]
+    saved = [list(group.items()) for group in state["param_shapes"]]
+    if mine != saved:
+        different = [
+            f"group {index} has {ours[0]} {ours[1]} here and {theirs[0]} {theirs[1]} there"
+            for index, pair in enumerate(zip(mine, saved, strict=False))
+            for ours, theirs in zip(*pair, strict=False)
+            if ours != theirs
+        ]
+        raise ValueError(
+            f"{folder} has {len(saved)} groups of {[len(group) for group in saved]} parameters, "
+            f"and this run {len(mine)} of {[len(group) for group in mine]}"
+            f"{'; ' + different[0] if different else ''}. Build the model and pass the "
+            "param_groups of that run, in its order."
+        )
+    bf16 = bool((state["ds_config"].get("bf16") or {}).get("enabled"))
+    if bf16 != (next(model.module.parameters()).dtype == torch.bfloat16):
+        precision = "bf16-mixed" if bf16 else "fp32"
+        raise ValueError(
+            f"{folder} was trained with bf16 {'on' if bf16 else 'off'}, and this run is the other "
+            f"way. Use precision={precision!r}."
+        )
+
+
+def _check_optimizer(folder: Path, optimizer: Optimizer) -> None:
+    state = look_inside(next(iter(sorted(folder.glob("*_optim_states.pt")))))
+    inner: Mapping[str, Any] = state["optimizer_state_dict"]
+    base = inner.get("base_optimizer_state") or inner.get("optimizer_state_dict") or {}
+    groups = base.get("param_groups") or [{}]
+    saved, mine = set(groups[0]) - _ADDED, set(optimizer.param_groups[0]) - _ADDED
+    if saved != mine:
+        raise ValueError(
+            f"{folder} holds an optimizer with {len(saved)} settings {sorted(saved)}, and this "
+            f"run's has {len(mine)}, {sorted(mine)}. Pass the class of that run to apply(), or "
+            "start from the weights."
+        )
