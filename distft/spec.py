@@ -288,7 +288,16 @@ def sharding_units(model: Any) -> tuple[str, ...]:
     if not found and lists:
         # Of two lists of one size the outer one comes first, and max keeps the first.
         found = max(lists, key=lambda entry: entry[0])[2]
-    return tuple(found)
+    return tuple(path for path in found if not _shares_parameters(model, path))
+
+
+def _shares_parameters(model: Any, path: str) -> bool:
+    """Whether a block has a parameter that something outside it has too: it goes to the root."""
+    mine = {id(parameter) for parameter in model.get_submodule(path).parameters()}
+    return any(
+        id(parameter) in mine and not name.startswith(f"{path}.")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
 
 
 def _config_values(config: Any) -> Mapping[str, Any]:

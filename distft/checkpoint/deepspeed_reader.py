@@ -55,4 +55,5 @@ def read_zero_weights(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
             f"{len(absent)} of {len(names)} tensors are missing in {folder}, such as {absent[0]}. "
             "Use another checkpoint."
         )
-    return {name: torch.as_tensor(found[name]).detach() for name in names}
+    # Views of the flat vectors, which no writer of single tensors takes.
+    return {name: torch.as_tensor(found[name]).detach().clone() for name in names}

@@ -129,6 +129,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def _manifest(fields: Mapping[str, Any]) -> Manifest:
     files = {name: SavedFile(**saved) for name, saved in fields["files"].items()}
+    if not isinstance(fields["step"], int) or not isinstance(fields["mesh"], dict):
+        raise TypeError(f"step is {fields['step']!r} and mesh {fields['mesh']!r}")
     return Manifest(**{**fields, "files": files})
 
 

@@ -35,6 +35,10 @@ class Loader(Protocol):
     name: ClassVar[str]
 
     @property
+    def precision(self) -> str:
+        """Precision of the training."""
+
+    @property
     def dp_rank(self) -> int:
         """This rank's slice of the data."""
 
@@ -90,10 +94,13 @@ def load_checkpoint(
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
         _check_layout(strategy, manifest, folder)
+        _check_precision(strategy, manifest, folder)
         _check_model(manifest, model, folder)
         _check_optimizer(manifest, optimizer, folder)
         small = _read_train_state(folder)
         settings = _group_settings(small["groups"], optimizer, folder)
+        if manifest.layout == DEEPSPEED:
+            _check_order(small["groups"], optimizer, folder)
         _check_target("scheduler", scheduler, small["scheduler"], folder)
         _check_target("data", data, small["data"][0], folder)
         random_state = _saved_random_state(strategy, manifest, folder)
@@ -138,6 +145,37 @@ def _check_layout(strategy: Loader, manifest: Manifest, folder: Path) -> None:
             "version a ZeRO checkpoint resumes on the same stage and number of ranks only: start "
             f"{manifest.world_size} ranks, or consolidate it and start from the weights."
         )
+
+
+def _check_precision(strategy: Loader, manifest: Manifest, folder: Path) -> None:
+    """Raise where the load would round weights, or the engine would look for other files."""
+    saved = manifest.strategy.get("precision", strategy.precision)
+    same = saved == strategy.precision
+    if manifest.layout == DCP:
+        same = (saved == "bf16") == (strategy.precision == "bf16")
+    if not same:
+        raise ValueError(
+            f"{folder} was saved with precision {saved!r}, and {strategy!r} trains in "
+            f"{strategy.precision!r}. Load it in the precision of the run, or consolidate it and "
+            "start from the weights."
+        )
+
+
+def _check_order(groups: list[dict[str, Any]], optimizer: Optimizer, folder: Path) -> None:
+    """Raise where DeepSpeed's flat partitions would be cut at other places than they were."""
+    saved = [list(group["param_names"]) for group in groups]
+    mine = [list(group["param_names"]) for group in optimizer.param_groups]
+    if saved == mine:
+        return
+    where = next(
+        (i for i, pair in enumerate(zip(saved, mine, strict=False)) if pair[0] != pair[1]),
+        min(len(saved), len(mine)),
+    )
+    raise ValueError(
+        f"{folder} has {len(saved)} parameter groups and this run {len(mine)}, and group {where} "
+        "has other parameters or another order. ZeRO keeps a group as one flat vector: give the "
+        "groups and their parameters in the order of the saved run."
+    )
 
 
 def _check_model(manifest: Manifest, model: nn.Module, folder: Path) -> None:

@@ -277,7 +277,11 @@ def _manifest(
     first_names = {id(tensor): name for name, tensor in tensors.items()}
     return Manifest(
         step=step,
-        strategy={"name": strategy.name, "constructor": repr(strategy)},
+        strategy={
+            "name": strategy.name,
+            "constructor": repr(strategy),
+            "precision": strategy.precision,
+        },
         layout=strategy.layout,
         mesh={"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard},
         files=dict(sorted(files.items())),

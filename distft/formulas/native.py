@@ -145,9 +145,15 @@ def padded_numel(tensors: Iterable[Parameter], ranks: int) -> int:
 
 
 def ddp_traffic(
-    tensors: Sequence[Parameter], ranks: int, precision: str, grad_accum: int
+    tensors: Sequence[Parameter],
+    ranks: int,
+    precision: str,
+    grad_accum: int,
+    find_unused: bool = False,
 ) -> TrafficReport:
     """Traffic of DistributedDataParallel: one all-reduce of the gradients per step.
+
+    With `find_unused` also one int32 for each trained parameter, which says where it was used.
 
     Source: Li et al. 2020, section 3.2. Assumes: buckets already rebuilt, buffers not broadcast.
 
@@ -158,9 +164,12 @@ def ddp_traffic(
     """
     size = _sizes(precision).gradient
     trained = sum(tensor.numel for tensor in tensors if tensor.trainable)
-    sent = Collective.of("all_reduce", "dp", trained * size, ranks, "step", "gradients")
+    sent = [Collective.of("all_reduce", "dp", trained * size, ranks, "step", "gradients")]
+    if find_unused:
+        used = 4 * sum(tensor.trainable for tensor in tensors)
+        sent.append(Collective.of("all_reduce", "dp", used, ranks, "step", "used parameters"))
     return TrafficReport(
-        (sent, *control_traffic(ranks, ())),
+        (*sent, *control_traffic(ranks, ())),
         grad_accum,
         zero_traffic_bytes(trained, ranks, 0, grad_accum, size),
         "2 P (N-1)/N a step",

@@ -22,6 +22,7 @@ from distft.strategies.guards import (
     check_applied,
     check_loaded,
     check_same_model,
+    check_shapes,
     check_undistributed,
     enable_checkpointing,
     mark_applied,
@@ -176,6 +177,8 @@ class Strategy(StrategyHooks):
         if peft_config is not None:
             model = attach_adapters(model, peft_config, base_seed())
         groups = name_groups(model, param_groups)
+        if mesh.dp_shard > 1:
+            check_shapes(self, model)
         check_same_model(model)
         # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
         if not loaded:

@@ -14,7 +14,7 @@ from distft.formulas import MemoryReport, TrafficReport, ddp_memory, ddp_traffic
 from distft.mesh import Mesh
 from distft.process_group import local_device
 from distft.strategies.base import Strategy
-from distft.strategies.precision import autocast_forward
+from distft.strategies.precision import autocast_forward, cast_inputs
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters, unwrap
@@ -36,9 +36,9 @@ class DDP(Strategy):
     Traffic: one all-reduce of the gradients, ``2 (N-1)/N`` times their bytes a step.
 
     Attributes:
-        find_unused_parameters: As in torch: True for a model with parameters that the loss does
-            not reach in every pass, such as the mask token of DINOv2. It walks the graph in every
-            pass; without it the second step of such a model raises. No other strategy needs it.
+        find_unused_parameters: Whether some steps leave parameters without a gradient. Such a
+            parameter, such as the mask token of DINOv2, then keeps its value, as in one process;
+            without it torch raises in the step after. No other strategy needs it.
     """
 
     name: ClassVar[str] = "ddp"
@@ -63,15 +63,17 @@ class DDP(Strategy):
         model.to(device)
         if self.precision == "bf16-mixed":
             autocast_forward(model)
+        elif self.precision == "bf16":
+            cast_inputs(model)
         no_sync_of_buffers: dict[str, Any] = _no_buffer_traffic()
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             # Gradients live inside the buckets, which saves a copy of them all.
             gradient_as_bucket_view=True,
+            find_unused_parameters=self.find_unused_parameters,
             # What `load_model` read is the same on every rank already.
             init_sync=loaded_by(model) is None,
-            find_unused_parameters=self.find_unused_parameters,
             **no_sync_of_buffers,
         )
         wrapped.register_comm_hook(None, _sum_over_ranks())
@@ -118,7 +120,13 @@ class DDP(Strategy):
         return ddp_memory(spec.tensors, mesh.num_ranks, self.precision, load.optimizer)
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
-        return ddp_traffic(spec.tensors, mesh.num_ranks, self.precision, load.grad_accum)
+        return ddp_traffic(
+            spec.tensors,
+            mesh.num_ranks,
+            self.precision,
+            load.grad_accum,
+            self.find_unused_parameters,
+        )
 
 
 def _sum_over_ranks() -> Any:

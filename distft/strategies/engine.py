@@ -21,7 +21,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         keep_groups(engine.optimizer, engine.basic_optimizer)
-        self.defaults = self.inner.defaults
+        # What Optimizer.__init__ makes beside groups and state: the tables of hooks, and the
+        # wrapped step that calls them.
+        self.__setstate__({"defaults": self.inner.defaults})
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -59,7 +61,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             for index in gradients:
                 gradients[index] = None
         # What its own step does, so that the next backward pass replaces instead of adding.
-        zero.micro_step_id = 0 if self.engine.zero_optimization_stage() == 3 else -1
+        zero.micro_step_id = -1
+        if self.engine.zero_optimization_stage() == 3:
+            zero.micro_step_id = 0
+            # It replaces only what the first micro-step of a window has a gradient for.
+            zero.grad_partitions_flat_buffer.zero_()
         zero._epilogue_ran_this_backward = False
 
     def state_dict(self) -> dict[str, Any]:

@@ -135,6 +135,22 @@ def check_loaded(strategy: Any, model: Any, peft_config: Any) -> bool:
     return True
 
 
+def check_shapes(strategy: Any, model: nn.Module) -> None:
+    """Raise where a parameter has no dimension to split along.
+
+    Raises:
+        ValueError: Its name, and what to do.
+
+    Collective: none.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ValueError(
+            f"{strategy!r}.apply() cannot split {len(scalars)} parameters of 0 dimensions, such as "
+            f"{scalars[0]}. Give it the shape (1,), or use DDP."
+        )
+
+
 def check_undistributed(model: Any) -> None:
     """Raise where a model cannot be spread: distributed already, empty, or without values.
 

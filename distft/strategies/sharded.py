@@ -17,6 +17,7 @@ from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.process_group import local_device
 from distft.spec import sharding_units
 from distft.strategies.base import Strategy
+from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
@@ -49,8 +50,10 @@ class Sharded(Strategy):
     ) -> tuple[nn.Module, Optimizer]:
         if loaded_by(model) is None:
             model.to(local_device())
-            _copy_from_rank0(model)
+            copy_from_rank0([*model.parameters(), *model.buffers()])
             self._shard(model, mesh)
+        if self.precision != "fp32":
+            cast_inputs(model)
         return model, build_optimizer(optimizer, dict(model.named_parameters()), groups)
 
     def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
@@ -117,6 +120,7 @@ class Sharded(Strategy):
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         from torch.distributed.tensor import DTensor
 
+        _split_again(model)
         by_mesh: dict[DeviceMesh, list[Tensor]] = {}
         for parameter in model.parameters():
             gradient = parameter.grad
@@ -137,6 +141,7 @@ class Sharded(Strategy):
         return {name: _whole(p) for name, p in chosen_parameters(model, names)}
 
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        _split_again(model)
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         return {name: _whole(g) for name, g in gradients.items() if g is not None}
 
@@ -151,6 +156,7 @@ class Sharded(Strategy):
             yield
         finally:
             model.set_is_last_backward(True)
+            _finish_partial_sums(model)
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
 
@@ -265,6 +271,21 @@ class HSDP(Sharded):
         return ("dp_replicate", "dp_shard")
 
 
+def _finish_partial_sums(model: Any) -> None:
+    """Let blocks whose sum over replicas is deferred reduce in the next pass, used in it or not.
+
+    A block without a gradient in the last micro-step would reduce nothing then, and what its
+    earlier micro-steps left would be lost without a word.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups = module._get_fsdp_state()._fsdp_param_groups
+            pending = any(group._partial_reduce_output is not None for group in groups)
+            module.set_reduce_scatter_unused_params(pending, recurse=False)
+
+
 def _split_again(model: Any) -> None:
     """Shard again what a forward pass without a backward pass leaves whole.
 
@@ -295,18 +316,3 @@ def _mixed_precision(precision: str) -> Any:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     return MixedPrecisionPolicy(cast_forward_inputs=False)
-
-
-def _copy_from_rank0(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, as DDP and DeepSpeed do."""
-    import torch
-    import torch.distributed as dist
-
-    if dist.get_world_size() == 1:
-        return
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, src=0)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)

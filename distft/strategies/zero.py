@@ -18,6 +18,7 @@ from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memor
 from distft.mesh import Mesh
 from distft.process_group import group_rank, local_device
 from distft.strategies.base import Strategy
+from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
@@ -87,6 +88,10 @@ class ZeRO(Strategy):
         # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
         # them is valid before and after; it swaps in its flat partitions itself.
         client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
+        # The engine sends parameters alone.
+        copy_from_rank0(list(model.buffers()))
+        if self.precision != "fp32":
+            cast_inputs(model)
         with engine.one_zero_optimizer(deepspeed.DeepSpeedEngine):
             made, _, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=self._config(), dist_init_required=False
@@ -318,9 +323,15 @@ class ZeRO3(ZeRO):
         deepspeed = _load_deepspeed()
         device = local_device()
         first: list[Any] = []
+        parameters = list(weights.model.parameters())
+        most = max((p.numel() * p.element_size() for p in parameters), default=0)
+        # Every tensor passes through this one place: memory asked for and freed for each of them
+        # would stay with the process, the parts that are kept lying in between.
+        passage = torch.empty(most, dtype=torch.uint8, device=device)
 
         def read(name: str, parameter: Tensor) -> Tensor:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            num_bytes = parameter.numel() * parameter.element_size()
+            whole = passage[:num_bytes].view(parameter.dtype).view(parameter.shape)
             # The engine sends each tensor from rank 0 before it cuts it up.
             if group_rank() == 0:
                 weights.fill(name, 0, whole)

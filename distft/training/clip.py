@@ -63,7 +63,8 @@ def global_norm(parts: Sequence[GradientShards], device: Any) -> Tensor:
 def scale_gradients(parts: Sequence[GradientShards], norm: Tensor, max_norm: float | None) -> None:
     """Multiply every gradient in place by ``min(1, max_norm / (norm + 1e-6))``.
 
-    The same rule as ``torch.nn.utils.clip_grad_norm_``. Without a bound nothing is touched.
+    The same rule as ``torch.nn.utils.clip_grad_norm_``. Without a bound nothing is touched, nor
+    where the norm is not finite.
 
     Collective: none.
     """
@@ -72,6 +73,8 @@ def scale_gradients(parts: Sequence[GradientShards], norm: Tensor, max_norm: flo
     if max_norm is None or math.isinf(max_norm):
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # Times a NaN, padding that nobody overwrites would stay NaN in every later step.
+    factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
     for part in parts:
         tensors = [tensor.detach() for tensor in part.tensors if tensor.numel()]
         if tensors:

@@ -51,6 +51,9 @@ class Batches:
         self.dp_size = dp_size
         self.epoch = 0
         self.rows_read = 0
+        # Of a dataset that is an iterator itself: the epoch it is in, the rows taken from it.
+        self._epoch_of_iterator = 0
+        self._rows_of_iterator = 0
         self.has_length = hasattr(dataset, "__len__")
         if self.has_length and len(dataset) == 0:
             raise ValueError("batches() got a dataset with 0 rows. Pass one with at least 1.")
@@ -107,7 +110,14 @@ class Batches:
 
     def _stream(self) -> Iterator[list[dict[str, Any]]]:
         rows = iter(self.dataset)
-        for _ in range(self.rows_read):
+        one_shot = rows is self.dataset
+        if one_shot and self.epoch > self._epoch_of_iterator:
+            raise RuntimeError(
+                f"The iterator was read to its end in epoch {self._epoch_of_iterator}, and epoch "
+                f"{self.epoch} has 0 rows. Pass an object whose iter() starts anew."
+            )
+        # An iterator that was left in the middle goes on there by itself.
+        for _ in range(self.rows_read - (self._rows_of_iterator if one_shot else 0)):
             next(rows, None)
         while True:
             taken: list[Any] = []
@@ -118,6 +128,7 @@ class Batches:
             if not _any_rank(bool(taken)):
                 return
             self.rows_read += len(taken)
+            self._rows_of_iterator = self.rows_read
             yield [
                 self.collate(taken[start : start + self.micro_batch])
                 for start in range(0, len(taken), self.micro_batch)
@@ -130,6 +141,7 @@ class Batches:
             "rows_read": self.rows_read,
             "seed": self.seed,
             "num_rows": len(self.dataset) if self.has_length else -1,
+            "shuffle": int(self.shuffle),
             "dp_size": self.dp_size,
         }
 
@@ -141,11 +153,11 @@ class Batches:
                 of data ranks.
         """
         mine = self.state_dict()
-        for name in ("num_rows", "seed"):
-            if state[name] != mine[name]:
+        for name in ("num_rows", "seed", "shuffle"):
+            if state.get(name, mine[name]) != mine[name]:
                 raise ValueError(
                     f"The saved data cursor has {name} {state[name]}, and this dataset has "
-                    f"{mine[name]}. Resume with the dataset and seed of the run."
+                    f"{mine[name]}. Resume with the dataset, seed and shuffle of the run."
                 )
         if not self.has_length and state["dp_size"] != self.dp_size:
             raise ValueError(
@@ -153,6 +165,7 @@ class Batches:
                 f"{self.dp_size}. Use a dataset with a length to change the number of ranks."
             )
         self.epoch, self.rows_read = state["epoch"], state["rows_read"]
+        self._epoch_of_iterator = self.epoch
 
 
 def _any_rank(value: bool) -> bool:

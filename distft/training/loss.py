@@ -89,7 +89,8 @@ def count_tokens(batch: Batch) -> int:
     tokens = batch.get("input_ids")
     if tokens is not None:
         return int(tokens.numel())
-    return next((len(value) for value in batch.values() if hasattr(value, "__len__")), 0)
+    sized = (v for v in batch.values() if getattr(v, "ndim", 1) and hasattr(v, "__len__"))
+    return next((len(value) for value in sized), 0)
 
 
 @contextmanager

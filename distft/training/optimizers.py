@@ -70,13 +70,18 @@ def check_factory(factory: Any) -> None:
             f"apply() needs a function from parameters to an optimizer, and got {factory!r}. "
             "Pass one such as partial(AdamW, lr=1e-4)."
         )
-    trial = factory([torch.nn.Parameter(torch.zeros(1))])
+    trial = factory([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)])
     name = type(trial).__name__
     package = type(trial).__module__.partition(".")[0]
-    if name in ELEMENTWISE and package != "bitsandbytes":
-        return
     if not isinstance(trial, torch.optim.Optimizer):
         raise ValueError(f"apply() needs a torch optimizer, and the function made a {name}.")
+    if len(trial.param_groups) != 2:
+        raise ValueError(
+            f"The function got 2 parameter groups and made a {name} of {len(trial.param_groups)}. "
+            "Hand the groups on as they come, and give them to apply(param_groups=...)."
+        )
+    if name in ELEMENTWISE and package != "bitsandbytes":
+        return
     why = REFUSED.get(name, "has not been shown to give the same update on shards")
     if name.endswith(_QUANTIZED):
         why = "quantizes its state in blocks that sharding cuts elsewhere"

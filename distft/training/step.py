@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distft.process_group import local_device
+from distft.process_group import local_device, raise_together
 from distft.training.clip import GradientShards, global_norm, scale_gradients
 from distft.training.loss import (
     Batch,
@@ -19,11 +19,17 @@ from distft.training.loss import (
     router_coefficient,
     router_losses,
 )
+from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+
+# In place of a number of micro-batches: this rank could not count.
+FAILED = -1
+# On a model in whose window something was raised.
+INTERRUPTED = "_distft_interrupted_by"
 
 LossFunction = Callable[["nn.Module", Batch], "Tensor"]
 CountFunction = Callable[[Batch], int]
@@ -105,19 +111,30 @@ def count_over_ranks(
 ) -> tuple[list[int], list[int], list[int]]:
     """Return loss tokens, tokens and micro-batches of every data rank.
 
+    Raises:
+        ValueError: Counting failed on a rank, such as for a batch without labels.
+
     Collective: every data rank: one all_gather of 24 bytes from each.
     """
     import torch
     import torch.distributed as dist
 
-    mine = torch.tensor(
-        [
-            sum(int(count_fn(batch)) for batch in batches),
+    error: Exception | None = None
+    try:
+        if isinstance(batches, Mapping):
+            raise ValueError(
+                f"The micro-batches are one batch with the fields {', '.join(map(str, batches))}. "
+                "Pass a list of batches, such as [batch]."
+            )
+        counts = [
+            sum(_whole_number(count_fn(batch)) for batch in batches),
             sum(count_tokens(batch) for batch in batches),
             len(batches),
-        ],
-        dtype=torch.int64,
-    )
+        ]
+    except Exception as found:
+        # The others wait for this rank's counts, so it tells them before it raises.
+        error, counts = found, [0, 0, FAILED]
+    mine = torch.tensor(counts, dtype=torch.int64)
     num_ranks = dist.get_world_size(group)
     everyone = [mine]
     if num_ranks > 1:
@@ -126,7 +143,18 @@ def count_over_ranks(
         everyone = [torch.empty_like(mine) for _ in range(num_ranks)]
         dist.all_gather(everyone, mine, group=group)
     loss_tokens, tokens, sizes = torch.stack(everyone).t().tolist()
+    if FAILED in sizes:
+        raise_together(error)
     return loss_tokens, tokens, sizes
+
+
+def _whole_number(count: Any) -> int:
+    if int(count) != count or count < 0:
+        raise ValueError(
+            f"count_fn returned {count!r}, and a loss is a mean over a whole number of at least 0. "
+            "Return the number of tokens, rows or pixels that the loss sums over."
+        )
+    return int(count)
 
 
 def control_device() -> Any:
@@ -212,11 +240,13 @@ def run_step(
     import torch
     import torch.distributed as dist
 
+    if not isinstance(micro_batches, Mapping):
+        micro_batches = list(micro_batches)
     window = agree_on_window(micro_batches, count_fn or count_next_tokens)
     device = local_device()
     optimizer.zero_grad()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with router_losses(model) as routers:
+    with router_losses(model) as routers, _marks_interruption(model):
         for index, batch in enumerate(window.batches):
             last = index == len(window.batches) - 1
             with nullcontext() if last else strategy.no_sync(model):
@@ -236,6 +266,44 @@ def run_step(
     return StepResult(window.num_loss_tokens, window.num_tokens, on_device, has_router_loss(model))
 
 
+def check_one_number(loss: Tensor) -> Tensor:
+    """Return a loss that is one number, or raise.
+
+    Raises:
+        ValueError: The loss has a shape.
+
+    Collective: none.
+    """
+    if loss.dim():
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}, and a step adds one number "
+            "per micro-batch. Return the sum over the batch."
+        )
+    return loss
+
+
+@contextmanager
+def _marks_interruption(model: nn.Module) -> Iterator[None]:
+    """Refuse a model in whose window an exception was raised before.
+
+    DDP's reducer and FSDP2's deferred gradients keep what such a window left, out of reach of
+    ``zero_grad``, and would add it to the next step.
+    """
+    inner: Any = unwrap(model)
+    before = getattr(inner, INTERRUPTED, None)
+    if before is not None:
+        raise RuntimeError(
+            f"An earlier step was interrupted between its micro-batches by {before}, and a part of "
+            "its gradients may be left. Build the model anew, apply() it and load the last "
+            "checkpoint."
+        )
+    try:
+        yield
+    except BaseException as error:
+        setattr(inner, INTERRUPTED, f"{type(error).__name__}: {error}")
+        raise
+
+
 def _share_of_loss(
     model: nn.Module,
     batch: Batch,
@@ -247,7 +315,7 @@ def _share_of_loss(
     import torch
 
     routers.clear()
-    share = loss_fn(model, batch).float() / window.num_loss_tokens
+    share = check_one_number(loss_fn(model, batch)).float() / window.num_loss_tokens
     router = torch.zeros((), device=share.device)
     if routers:
         # HF's value is a mean over one forward pass; its mean over all real passes of all ranks

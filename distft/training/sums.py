@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distft.process_group import base_seed, local_device
 from distft.training.evaluation import evaluating
 from distft.training.loss import Batch
-from distft.training.step import LossFunction, to_device
+from distft.training.step import LossFunction, check_one_number, to_device
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _value(model: nn.Module, loss_fn: LossFunction, batch: Batch, seed: int) -> 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluating(model), torch.no_grad():
         torch.manual_seed(base_seed() + seed)
-        return float(loss_fn(model, to_device(batch, device)))
+        return float(check_one_number(loss_fn(model, to_device(batch, device))))
 
 
 def _all_means(answers: Sequence[tuple[float, float]]) -> bool:
