@@ -81,7 +81,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the import and a training step against the same step written by hand."""
+    """Measure the import, a load's memory, and a training step against one written by hand."""
     install(session, ".[all]", "bench")
     session.run("python", "benchmarks/import_time.py", env=CPU)
+    session.run("python", "benchmarks/load.py", env=CPU)
     session.run("python", "benchmarks/step.py", *session.posargs, env=CPU)

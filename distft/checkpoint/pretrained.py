@@ -65,11 +65,14 @@ def load_model(
             f"load_model() needs a strategy, and got {strategy!r}. "
             "Pass one such as FSDP2() or distft.strategy('fsdp2')."
         )
-    for name, value in (("peft_config", peft_config), ("quantization_config", quantization_config)):
+    for name, value, way in (
+        ("peft_config", peft_config, ", and pass apply() a model of from_pretrained with it"),
+        ("quantization_config", quantization_config, ""),
+    ):
         if value is not None:
             raise ValueError(
                 f"load_model({name}={type(value).__name__}) is not supported by this version. "
-                f"Leave {name} out."
+                f"Leave {name} out{way}."
             )
     mesh = strategy.mesh()
     strategy._check_installed()
