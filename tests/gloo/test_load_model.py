@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,6 +21,7 @@ from torch.optim import AdamW
 import distft
 import distft.training.loss
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
+from distft.checkpoint.pretrained import _progress_bar
 from distft.checkpoint.safetensors_reader import INDEX, SINGLE
 from distft.testing import tiny_batches, tiny_model
 from distft.testing.runs import Training, differences, train_alone, train_under
@@ -122,6 +125,27 @@ def test_three_steps_from_a_folder_equal_one_process(pools, folders, strategy, r
     expected = reference(folders, name, batches)
     for rank, found in enumerate(pools(ranks).run(job_train, strategy, folders, name, batches)):
         assert differences(found, expected) == [], f"rank {rank}"
+
+
+def job_compare(strategy, folder):
+    loaded = job_train(strategy, folder, "Q", 4)
+    applied = train_under(strategy, WholeFirst("Q", 3, 4, 0.1, folder=folder))
+    return loaded, applied
+
+
+class WholeFirst(FromFolder):
+    """The same training from a model that from_pretrained read."""
+
+
+MIXED = [kind(precision=p) for kind in (FSDP2, ZeRO3, DDP) for p in ("bf16-mixed", "bf16")]
+
+
+@pytest.mark.parametrize("strategy", MIXED, ids=str)
+def test_a_loaded_model_trains_as_one_that_apply_splits(pools, folders, strategy):
+    for loaded, applied in pools(2).run(job_compare, strategy, folders):
+        assert loaded.losses == applied.losses
+        assert loaded.norms == applied.norms
+        assert_equal(loaded.weights, applied.weights, str(strategy))
 
 
 # ---- what is read ---------------------------------------------------------------------------
@@ -463,3 +487,41 @@ def test_a_loaded_model_is_applied_once(pools, folders):
 def test_a_dtype_in_which_the_strategy_does_not_train_is_refused_by_apply(pools, folders):
     answers = pools(2).run(job_apply, FSDP2(), folders / "L", FSDP2(), "bfloat16")
     assert_refused(answers, "trains weights in float32", "loaded in bfloat16")
+
+
+def test_adapters_on_a_model_that_is_spread_already_are_refused(pools, folders):
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    for strategy in (FSDP2(), ZeRO3()):
+        answers = pools(2).run(job_apply_adapters, strategy, folders / "L", config)
+        assert_refused(answers, "got a peft_config", "load_model() has spread")
+
+
+def job_apply_adapters(strategy, folder, config):
+    return job_apply(strategy, folder, strategy, peft_config=config)
+
+
+def shown(local_rank):
+    """Return what a bar writes to a terminal."""
+    ours, theirs = os.openpty()
+    stderr, before = sys.stderr, os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    sys.stderr = os.fdopen(theirs, "w")
+    try:
+        with _progress_bar(2) as advance:
+            advance()
+            advance()
+        print("end", file=sys.stderr, flush=True)
+        return os.read(ours, 65536).decode()
+    finally:
+        sys.stderr.close()
+        sys.stderr = stderr
+        os.close(ours)
+        os.environ.pop("LOCAL_RANK") if before is None else None
+
+
+def test_only_the_first_rank_of_a_machine_shows_a_bar_and_only_to_a_terminal(capfd):
+    assert "Loading" in shown(0)
+    assert "Loading" not in shown(1)
+    with _progress_bar(1) as advance:
+        advance()
+    assert capfd.readouterr() == ("", "")
