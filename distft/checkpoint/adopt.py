@@ -231,7 +231,7 @@ def _accelerate(folder: Path) -> Adoption | None:
         "",
         world_size=len(random_states),
         parts=parts,
-        notes=["Accelerate keeps no config.json here: build the model from the run's own."],
+        notes=["Accelerate keeps no config.json: take the config of that run."],
     )
     return _with_engine(report, engine)
 
@@ -270,6 +270,10 @@ def _with_engine(report: Adoption, engine: Engine) -> Adoption:
         how = f"{engine.merge}\n{_from_weights('OUT')}"
     else:
         how = _from_weights(str(report.path))
+        if not (report.path / "config.json").is_file():
+            how = (
+                f"config.save_pretrained({str(report.path)!r})  # that run's, not kept here\n{how}"
+            )
     notes = list(report.notes)
     if resumes:
         notes.append(
@@ -340,16 +344,16 @@ def _from_zero(path: Path, engine: Engine, dtype: str | None) -> str:
 
 def _from_weights(path: str) -> str:
     return (
-        f"model = AutoModelForCausalLM.from_pretrained({path!r})\n"
-        "model, optimizer = strategy.apply(model, partial(AdamW, lr=...))  # any strategy and ranks"
+        f"model = distft.load_model({path!r}, strategy)  # any strategy, any ranks\n"
+        "model, optimizer = strategy.apply(model, partial(AdamW, lr=...))"
     )
 
 
 def _from_adapter(path: Path) -> str:
     return (
         "base = AutoModelForCausalLM.from_pretrained(...)  # the one named in adapter_config.json\n"
-        f"model = PeftModel.from_pretrained(base, {str(path)!r}).merge_and_unload()\n"
-        "model, optimizer = strategy.apply(model, partial(AdamW, lr=...))  # trains all of it"
+        f"model = distft.load_adapter(base, {str(path)!r})\n"
+        "model, optimizer = strategy.apply(model, partial(AdamW, lr=...))  # trains the adapter"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import distft
 from distft import FSDP2, ZeRO1, ZeRO2, ZeRO3
@@ -119,7 +120,26 @@ def test_a_trainers_newest_checkpoint_is_found_below_its_root(writer, tmp_path):
     assert found.missing == ()
     assert not found.resumes
     assert any("cannot take it over" in note for note in found.notes)
-    assert "from_pretrained" in found.how
+    assert f"distft.load_model('{found.path}', strategy)" in found.how
+
+
+def start_here(path: Path) -> dict[str, torch.Tensor]:
+    """Do what the report of a folder with weights says."""
+    distft.init()
+    strategy = FSDP2()
+    model = distft.load_model(path, strategy)
+    model, _ = strategy.apply(model, partial(torch.optim.AdamW, lr=1e-3))
+    return dict(strategy.gather_weights(model))
+
+
+def start_from_adapter(path: Path) -> tuple[list[str], float]:
+    """Do what the report of an adapter says."""
+    distft.init()
+    strategy = FSDP2()
+    model = distft.load_adapter(tiny_model("L"), path)
+    model, optimizer = strategy.apply(model, partial(torch.optim.AdamW, lr=1e-3))
+    loss = strategy.train_step(model, optimizer, own_rows(0)).loss
+    return [name for name, p in model.named_parameters() if p.requires_grad], loss
 
 
 def test_a_checkpoint_of_trl_is_told_from_one_of_trainer(writer, tmp_path):
@@ -129,7 +149,9 @@ def test_a_checkpoint_of_trl_is_told_from_one_of_trainer(writer, tmp_path):
     assert (found.kind, found.step) == ("a checkpoint of TRL", 1)
 
 
-def test_a_state_of_accelerate_is_known_and_says_that_no_step_is_in_it(writer, tmp_path):
+def test_a_state_of_accelerate_says_no_step_and_starts_here_from_its_weights(
+    writer, pools, tmp_path
+):
     writer.run(write_accelerate, tmp_path / "state")
     found = distft.adopt(tmp_path / "state")
     assert found.kind == "a state of Accelerate"
@@ -137,14 +159,26 @@ def test_a_state_of_accelerate_is_known_and_says_that_no_step_is_in_it(writer, t
     assert list(found.parts) == ["weights", "optimizer", "scheduler", "random state"]
     assert found.missing == ("data position",)
     assert "not said by the folder" in str(found)
+    assert "config.save_pretrained(" in found.how
+    config = tiny_model("L").config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(found.path)
+    saved = load_file(tmp_path / "state" / "model.safetensors")
+    [here, _] = pools(2).run(start_here, found.path)
+    assert here.keys() == saved.keys()
+    assert all(torch.equal(here[name], saved[name]) for name in saved)
 
 
-def test_an_adapter_is_known_with_its_type_and_lacks_the_weights(writer, tmp_path):
+def test_an_adapter_is_known_with_its_type_and_trained_on_here(writer, pools, tmp_path):
     writer.run(write_adapter, tmp_path)
     found = distft.adopt(tmp_path)
     assert found.kind.startswith("a LORA adapter of PEFT")
     assert found.parts == {"adapter": ["adapter_model.safetensors"]}
     assert found.missing == ("weights", "optimizer", *LOST)
+    for trained, loss in pools(2).run(start_from_adapter, tmp_path):
+        assert trained
+        assert all("lora_" in name for name in trained)
+        assert loss > 0
 
 
 def test_a_model_says_its_dtype_and_which_shard_is_gone(writer, tmp_path):
@@ -298,7 +332,7 @@ def test_a_checkpoint_of_distft_is_named_with_the_call_that_loads_it(pools, tmp_
 
 def test_only_deepspeed_folders_resume_and_the_error_says_what_to_do(writer, tmp_path):
     writer.run(write_model, tmp_path)
-    with pytest.raises(ValueError, match=r"only stages 1 to 3 .*(?s:.)*from_pretrained"):
+    with pytest.raises(ValueError, match=r"only stages 1 to 3 .*(?s:.)*load_model"):
         distft.adopt(tmp_path).resume(None, None)  # type: ignore[arg-type]
 
 
@@ -309,3 +343,19 @@ def test_a_folder_that_would_run_code_is_refused(pools, tmp_path):
     with pytest.raises(ValueError, match=r"functools\.partial.*Nothing was loaded"):
         distft.adopt(tmp_path)
     shutil.rmtree(tmp_path / "global_step2")
+
+
+def test_a_trainers_checkpoint_with_deepspeed_files_in_it_names_stage_and_ranks(
+    writer, pools, tmp_path
+):
+    # As Trainer has it: the engine's files and its tag inside the checkpoint folder.
+    writer.run(write_trainer, tmp_path)
+    checkpoint = tmp_path / "checkpoint-2"
+    for name in ("model.safetensors", "optimizer.pt", "rng_state.pth"):
+        (checkpoint / name).unlink()
+    pools(2).run(deepspeed_run, 2, checkpoint)
+    found = distft.adopt(tmp_path)
+    assert found.kind == "a checkpoint of Trainer, with DeepSpeed"
+    assert (found.stage, found.world_size, found.step) == (2, 2, 2)
+    assert found.resumes
+    assert found.missing == ("random state",)
