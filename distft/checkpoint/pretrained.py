@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.weights import Weights, find_weights
-from distft.process_group import local_device, rendezvous, together
+from distft.process_group import local_device, together
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def load_model(
     Raises:
         ValueError: There is no such folder, it holds another architecture, or tensors are missing,
             too many, or of other shapes; each is named. Nothing has been allocated then.
-        RuntimeError: There is no process group, not every rank called, or a package is missing.
+        RuntimeError: There is no process group, or a package is missing.
 
     Collective: every rank.
     """
@@ -76,7 +76,6 @@ def load_model(
             )
     mesh = strategy.mesh()
     strategy._check_installed()
-    rendezvous("load_model")
     with together():
         wanted = _floating(strategy._weight_dtype() if dtype is None else dtype)
         weights = find_weights(Path(path), wanted, config, model_class)
