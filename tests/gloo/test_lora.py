@@ -80,8 +80,14 @@ def reference(lora: str, num_micro_batches: int) -> TrainingRecord:
     return train_alone(LoraTraining(model, 3, num_micro_batches, 0.1, lora=changes))
 
 
-@pytest.mark.parametrize("lora", LORAS)
-@pytest.mark.parametrize(("strategy", "ranks"), WORLDS, ids=ids(WORLDS))
+PARITY = [
+    *[(strategy, ranks, lora) for strategy, ranks in WORLDS for lora in ("all", "experts")],
+    *[(strategy, 2, "tied") for strategy in FIVE],
+    *[(kind(activation_checkpointing=True), 3, "all") for kind in (DDP, ZeRO3, FSDP2)],
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "lora"), PARITY, ids=str)
 def test_three_steps_of_adapters_equal_one_process(pools, strategy, ranks, lora):
     model, changes = LORAS[lora]
     training = LoraTraining(model, 3, 2 * ranks, 0.1, lora=changes)
@@ -98,7 +104,7 @@ def test_adapters_start_from_the_same_values_at_any_number_of_ranks(pools, init)
     expected = dict(
         attach_adapters(tiny_model("L"), lora_config(**lora), seed=3).named_parameters()
     )
-    worlds = [(strategy, ranks) for ranks in (1, 2, 3) for strategy in (DDP(), FSDP2())]
+    worlds = [(FSDP2(), ranks) for ranks in (1, 2, 3)]
     worlds += [*SIX, (ZeRO3(), 3)] if init is False else []
     for strategy, ranks in worlds:
         for found in pools(ranks).run(initial_values, strategy, lora):
@@ -267,8 +273,13 @@ def test_moments_of_adapters_follow_their_names(pools, tmp_path, strategy):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["around", "inside"])
-@pytest.mark.parametrize("strategy", [*FIVE, HSDP(dp_shard=1)], ids=str)
+LATE = [
+    *[(strategy, "around") for strategy in (*FIVE, HSDP(dp_shard=1))],
+    *[(strategy, "inside") for strategy in (DDP(), ZeRO3(), FSDP2())],
+]
+
+
+@pytest.mark.parametrize(("strategy", "how"), LATE, ids=str)
 def test_adapters_attached_after_apply_are_refused(pools, tmp_path, strategy, how):
     for said in pools(2).run(attach_late, strategy, how, tmp_path / "saved"):
         assert len(said) == 2
@@ -296,11 +307,17 @@ def test_an_adapter_of_another_base_is_refused_with_both_shapes(pools, tmp_path)
 # ---- costs --------------------------------------------------------------------------------------
 
 
-COSTS = [*[(strategy, 3) for strategy in FIVE], (HSDP_2X2, 4), (ZeRO3(prefetch_bucket_size=500), 3)]
+SMALL_PREFETCH = ZeRO3(prefetch_bucket_size=500)
+COSTS = [
+    *[(strategy, 3, "all") for strategy in FIVE],
+    (HSDP_2X2, 4, "all"),
+    *[(kind(precision="bf16-mixed"), 3, "all") for kind in (DDP, ZeRO1, ZeRO3, FSDP2)],
+    *[(strategy, 3, "tied") for strategy in (SMALL_PREFETCH, FSDP2())],
+    *[(strategy, 3, "experts") for strategy in (SMALL_PREFETCH, FSDP2())],
+]
 
 
-@pytest.mark.parametrize("lora", LORAS)
-@pytest.mark.parametrize(("strategy", "ranks"), COSTS, ids=ids(COSTS))
+@pytest.mark.parametrize(("strategy", "ranks", "lora"), COSTS, ids=str)
 def test_both_reports_hold_to_the_byte_for_adapters(pools, strategy, ranks, lora):
     results = pools(ranks).run(measure, strategy, *LORAS[lora])
     spec = results[0]["spec"]
