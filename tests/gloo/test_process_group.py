@@ -22,7 +22,9 @@ device = distft.init(seed=3)
 strategy = distft.strategy({name!r})
 model, optimizer = strategy.apply(tiny_model("L"), partial(torch.optim.AdamW, lr=1e-3))
 result = strategy.train_step(model, optimizer, tiny_batches([5, 9]), max_grad_norm=1.0)
-print(device, strategy.dp_rank, strategy.dp_size, round(result.loss, 4))
+# One write, so that lines of two ranks do not mix.
+line = f"{{device}} {{strategy.dp_rank}} {{strategy.dp_size}} {{round(result.loss, 4)}}"
+print(line + chr(10), end="", flush=True)
 """
 
 
