@@ -263,6 +263,8 @@ class Strategy(StrategyHooks):
         check_max_norm(max_grad_norm)
         self.mesh()
         check_applied(self, "train_step", model, optimizer)
+        if not isinstance(micro_batches, Mapping):
+            micro_batches = list(micro_batches)
         if loss_fn is not None:
             check_loss_is_a_sum(model, micro_batches, loss_fn, self._after_forward)
         return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)

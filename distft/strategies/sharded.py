@@ -156,7 +156,8 @@ class Sharded(Strategy):
             yield
         finally:
             model.set_is_last_backward(True)
-            _finish_partial_sums(model)
+            if "dp_replicate" in self._mesh_axes():
+                _finish_partial_sums(model)
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
 

@@ -240,8 +240,6 @@ def run_step(
     import torch
     import torch.distributed as dist
 
-    if not isinstance(micro_batches, Mapping):
-        micro_batches = list(micro_batches)
     window = agree_on_window(micro_batches, count_fn or count_next_tokens)
     device = local_device()
     optimizer.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distft.process_group import base_seed, local_device
@@ -48,7 +48,9 @@ def check_loss_is_a_sum(
     inner: Any = unwrap(model)
     if getattr(inner, _MARK, False):
         return
-    probe = _rows(micro_batches[0], 1) if micro_batches else None
+    # One batch in place of a list is refused by the step itself, on every rank.
+    listed = bool(micro_batches) and not isinstance(micro_batches, Mapping)
+    probe = _rows(micro_batches[0], 1) if listed else None
     if not all(_everyone(probe is not None)):
         # Batches without rows stay so; a rank without a batch may have one in the next step.
         setattr(inner, _MARK, all(_everyone(probe is not None or bool(micro_batches))))

@@ -221,6 +221,7 @@ def wrong_step(kind):
     batch = tiny_batches([9])[0]
     arguments = {
         "one batch": (batch,),
+        "one batch, own loss": (batch, None, next_token_loss, count_next_tokens),
         "half a token": ([batch], None, next_token_loss, lambda _: 0.5),
         "a loss per row": ([batch], None, loss_per_row, rows_of_ids),
     }[kind]
@@ -233,6 +234,7 @@ def wrong_step(kind):
     ("kind", "text"),
     [
         ("one batch", "one batch with the fields input_ids, labels"),
+        ("one batch, own loss", "one batch with the fields input_ids, labels"),
         ("half a token", "count_fn returned 0.5"),
         ("a loss per row", "loss_fn returned a tensor of shape (2,)"),
     ],
@@ -242,14 +244,16 @@ def test_a_step_of_the_wrong_form_says_so(pools, kind, text):
         assert text in found
 
 
-def generator_step():
+def generator_step(loss_fn):
     distft.init()
     model, optimizer = DDP().apply(tiny_model("L"), partial(SGD, lr=0.1))
-    return DDP().train_step(model, optimizer, (b for b in tiny_batches([9, 5]))).num_loss_tokens
+    batches = (batch for batch in tiny_batches([9, 5]))
+    return DDP().train_step(model, optimizer, batches, loss_fn=loss_fn).num_loss_tokens
 
 
-def test_a_generator_of_batches_is_read_once(pools):
-    assert pools(2).run(generator_step) == [28, 28]
+@pytest.mark.parametrize("loss_fn", [None, next_token_loss], ids=["default", "own"])
+def test_a_generator_of_batches_is_read_once(pools, loss_fn):
+    assert pools(2).run(generator_step, loss_fn) == [28, 28]
 
 
 def save_groups(strategy, path):
