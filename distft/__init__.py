@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from distft.strategies.base import Strategy as Strategy
     from distft.strategies.by_name import strategy as strategy
     from distft.strategies.ddp import DDP as DDP
+    from distft.strategies.parallel import EP as EP
+    from distft.strategies.parallel import TP as TP
+    from distft.strategies.parallel import NDParallel as NDParallel
     from distft.strategies.sharded import FSDP2 as FSDP2
     from distft.strategies.sharded import HSDP as HSDP
     from distft.strategies.zero import ZeRO1 as ZeRO1
@@ -35,12 +38,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adoption": "distft.checkpoint.adopt",
     "DDP": "distft.strategies.ddp",
+    "EP": "distft.strategies.parallel",
     "EvalResult": "distft.training.evaluation",
     "FSDP2": "distft.strategies.sharded",
     "HSDP": "distft.strategies.sharded",
     "ModelSpec": "distft.spec",
+    "NDParallel": "distft.strategies.parallel",
     "StepResult": "distft.training.step",
     "Strategy": "distft.strategies.base",
+    "TP": "distft.strategies.parallel",
     "Workload": "distft.spec",
     "ZeRO1": "distft.strategies.zero",
     "ZeRO2": "distft.strategies.zero",

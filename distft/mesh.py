@@ -4,39 +4,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Outer to inner. A rank's number counts the inner axis fastest, so `dp_shard` neighbours are
-# neighbours on the machine, where the links are fast.
-DENSE_AXES = ("dp_replicate", "dp_shard")
+# Outer to inner. A rank's number counts the inner axis fastest, so `tp` neighbours are neighbours
+# on the machine, where the links are fast. The second view is the experts' of the same ranks.
+DENSE_AXES = ("dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("dp_replicate", "efsdp", "ep")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes of a job whose product is its number of ranks.
+    """Axis sizes of a job: ``dp_replicate * dp_shard * tp`` is its number of ranks.
+
+    Experts see the same ranks as ``dp_replicate * efsdp * ep``.
 
     >>> Mesh(dp_replicate=2, dp_shard=4).num_ranks
     8
+    >>> Mesh(dp_shard=4, tp=2, ep=4).efsdp
+    2
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks: the product of all axes."""
-        return self.dp_replicate * self.dp_shard
+        """Number of ranks: the product of all dense axes."""
+        return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def dp_size(self) -> int:
         """Number of ranks that read different rows: ``dp_replicate * dp_shard``."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def efsdp(self) -> int:
+        """Ranks that hold the same experts and split them: ``dp_shard * tp / ep``."""
+        return self.dp_shard * self.tp // self.ep
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank on each axis.
+        """Return the index of a rank on each axis, the experts' axes too.
 
         >>> Mesh(dp_replicate=2, dp_shard=4).coordinates(5)
-        {'dp_replicate': 1, 'dp_shard': 1}
+        {'dp_replicate': 1, 'dp_shard': 1, 'tp': 0, 'efsdp': 1, 'ep': 0}
         """
-        return {"dp_replicate": rank // self.dp_shard, "dp_shard": rank % self.dp_shard}
+        found: dict[str, int] = {}
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            rest = rank
+            for axis in reversed(axes):
+                found[axis] = rest % getattr(self, axis)
+                rest //= getattr(self, axis)
+        return {axis: found[axis] for axis in (*DENSE_AXES, *EXPERT_AXES[1:])}
+
+    def dp_rank(self, rank: int) -> int:
+        """Return which slice of the data a rank reads; the ranks of a `tp` group read one.
+
+        >>> [Mesh(dp_shard=2, tp=2).dp_rank(rank) for rank in range(4)]
+        [0, 0, 1, 1]
+        """
+        return rank // self.tp
 
 
 def resolve_axes(caller: str, num_ranks: int, **axes: int | None) -> dict[str, int]:

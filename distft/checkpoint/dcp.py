@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.pickles import refuse_code_in_pickle
+from distft.checkpoint.placement import by_blocks
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -74,12 +75,13 @@ def write_dcp(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     import torch.distributed.checkpoint as dcp
 
     state: dict[str, Any] = {
-        f"{MODEL}.{name}": tensor.detach() for name, tensor in named_tensors(model).items()
+        f"{MODEL}.{name}": by_blocks(tensor.detach())
+        for name, tensor in named_tensors(model).items()
     }
     for name, values in _state_by_name(model, optimizer).items():
         for key, value in values.items():
             if hasattr(value, "shape"):
-                state[f"{OPTIMIZER}.{name}.{key}"] = value
+                state[f"{OPTIMIZER}.{name}.{key}"] = by_blocks(value)
     with _plain_errors(RuntimeError, f"Writing {folder} failed"):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
 
@@ -201,7 +203,8 @@ def read_dcp(
 
     shapes = read_shapes(folder)
     targets: dict[str, Any] = {
-        f"{MODEL}.{name}": tensor.detach() for name, tensor in named_tensors(model).items()
+        f"{MODEL}.{name}": by_blocks(tensor.detach())
+        for name, tensor in named_tensors(model).items()
     }
     full_names = [f"{OPTIMIZER}.{name}.{key}" for name in state_names for key in state_names[name]]
     _check_present([*targets, *full_names], shapes, folder)
@@ -215,7 +218,7 @@ def read_dcp(
             like = parameters[name].detach()
             same = shape == tuple(like.shape)
             made = torch.zeros_like(like, dtype=dtype) if same else torch.zeros(shape, dtype=dtype)
-            states[name][key] = targets[full_name] = made
+            states[name][key], targets[full_name] = made, by_blocks(made)
     with _plain_errors(ValueError, f"Reading {folder} failed"):
         dcp.load(targets, storage_reader=safe_reader(folder))
     _set_optimizer_state(optimizer, parameters, states)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from distft.mesh import DENSE_AXES
 
 MANIFEST = "distft.json"
 FORMAT_VERSION = 1
@@ -63,10 +66,12 @@ class Manifest:
     @property
     def world_size(self) -> int:
         """Number of ranks that wrote it."""
-        size = 1
-        for ranks in self.mesh.values():
-            size *= ranks
-        return size
+        return math.prod(self.mesh.get(axis, 1) for axis in DENSE_AXES)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that read different rows when it was written."""
+        return self.world_size // self.mesh.get("tp", 1)
 
     def to_json(self) -> str:
         """Return the text of ``distft.json``."""

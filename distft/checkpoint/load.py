@@ -116,9 +116,7 @@ def load_checkpoint(
         if random_state is not None:
             set_random_state(random_state)
         else:
-            derive_random_state(
-                manifest.step, strategy.dp_rank, manifest.world_size, strategy.dp_size
-            )
+            derive_random_state(manifest.step, strategy.dp_rank, manifest.dp_size, strategy.dp_size)
     return LoadedState(
         folder,
         manifest.step,
@@ -295,6 +293,8 @@ def _check_target(name: str, target: Any, saved: Any, folder: Path) -> None:
 
 def _saved_random_state(strategy: Loader, manifest: Manifest, folder: Path) -> Any:
     """Return the random state of this rank, or None where the number of ranks is another."""
-    if manifest.world_size != strategy.dp_size:
+    if manifest.dp_size != strategy.dp_size:
         return None
-    return load_values(folder / "rng" / f"rank-{strategy.dp_rank:05d}.pt")
+    # Ranks that read the same rows had the same state.
+    rank = strategy.dp_rank * manifest.mesh.get("tp", 1)
+    return load_values(folder / "rng" / f"rank-{rank:05d}.pt")

@@ -90,7 +90,7 @@ def save_checkpoint(
             strategy._write_state(folder / strategy.layout, model, optimizer)
             _write_random_state(folder)
             adapter = _gather_adapter(strategy, model)
-        data_states = _data_states(data)
+        data_states = _data_states(data, strategy.mesh().tp)
         with together():
             if group_rank() == 0:
                 _write_train_state(folder, model, optimizer, scheduler, data_states)
@@ -180,8 +180,10 @@ def _write_random_state(folder: Path) -> None:
     torch.save(random_state(), folder / "rng" / f"rank-{group_rank():05d}.pt")
 
 
-def _data_states(data: Any) -> list[Any]:
+def _data_states(data: Any, copies: int) -> list[Any]:
     """Return the state of the data: one that all ranks share, or (of a stream) each rank's own.
+
+    ``copies`` neighbours read the same rows and count as one.
 
     Collective: every rank.
     """
@@ -194,7 +196,7 @@ def _data_states(data: Any) -> list[Any]:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     same = len({pickle.dumps(state) for state in everyone}) == 1
-    return everyone[:1] if same else everyone
+    return everyone[:1] if same else everyone[::copies]
 
 
 def _write_train_state(
@@ -283,7 +285,12 @@ def _manifest(
             "precision": strategy.precision,
         },
         layout=strategy.layout,
-        mesh={"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard},
+        mesh={
+            "dp_replicate": mesh.dp_replicate,
+            "dp_shard": mesh.dp_shard,
+            "tp": mesh.tp,
+            "ep": mesh.ep,
+        },
         files=dict(sorted(files.items())),
         tensors={
             name: {

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.layouts import Layout, layout_of
+from distft.checkpoint.placement import held_blocks, narrow
 from distft.checkpoint.safetensors_reader import DTYPES, FileTensor, Reader, list_tensors
 from distft.process_group import group_rank, local_device
 
@@ -54,12 +57,50 @@ class Weights:
 
         Collective: none.
         """
+        self._fill(name, start, out)
+        self.advance()
+
+    def fill_part(self, name: str, tensor: Any, part: Tensor) -> None:
+        """Fill this rank's part of a DTensor, reading the bytes that it holds and no others.
+
+        Collective: none.
+        """
+        import torch
+
+        for block in held_blocks(tensor):
+            if 0 in block.size:
+                continue
+            # Trailing dimensions that the block has whole lie together in the file.
+            whole = len(block.size)
+            while whole and block.size[whole - 1] == tensor.shape[whole - 1]:
+                whole -= 1
+            run = math.prod(block.size[max(whole - 1, 0) :])
+            target = narrow(part, block.local, block.size)
+            direct = target.is_contiguous()
+            rows = (
+                target
+                if direct
+                else torch.empty_like(target, memory_format=torch.contiguous_format)
+            )
+            flat = rows.view(-1)
+            strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(block.size))]
+            outer = product(*(range(size) for size in block.size[: max(whole - 1, 0)]))
+            for number, index in enumerate(outer):
+                first = sum(
+                    (block.start[dim] + (index[dim] if dim < len(index) else 0)) * stride
+                    for dim, stride in enumerate(strides)
+                )
+                self._fill(name, first, flat[number * run : (number + 1) * run])
+            if not direct:
+                target.copy_(rows)
+        self.advance()
+
+    def _fill(self, name: str, start: int, out: Tensor) -> None:
         if name in self.held:
             whole = self.held[name].detach().reshape(-1)
             out.detach().view(-1).copy_(whole[start : start + out.numel()])
         else:
             self.reader.fill(self.pieces[name], start, out)
-        self.advance()
 
     def fill_buffers(self) -> None:
         """Give every buffer its value, on this rank's device: read, or as its build computed it.

@@ -9,7 +9,7 @@ from typing import Any
 
 from distft.demo.errors import DemoError
 from distft.strategies.base import Strategy
-from distft.strategies.by_name import STRATEGIES, strategy
+from distft.strategies.by_name import strategy
 from distft.strategies.zero import ZeRO
 
 TOLERANCE = 1e-5  # largest relative difference of the loss from one process, fp32
@@ -18,6 +18,9 @@ ROWS_PER_STEP = 32
 REPLICAS = 2  # of HSDP
 
 Row = dict[str, list[int]]
+
+# Those that give every rank rows of its own and fit any dense model.
+DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def choose(names: list[str], ranks: int, under_launcher: bool) -> tuple[list[Cho
     Collective: none
     """
     chosen, left_out = [], []
-    for name in names or list(STRATEGIES):
+    for name in names or DATA_PARALLEL:
         choice = _choice(name, ranks, under_launcher)
         if isinstance(choice, Choice):
             chosen.append(choice)

@@ -38,6 +38,7 @@ from distft.training.optimizers import (
     OptimizerFactory,
     ParamGroup,
     check_factory,
+    follow_parameters,
     name_groups,
 )
 from distft.training.step import (
@@ -134,8 +135,7 @@ class Strategy(StrategyHooks):
     @property
     def dp_rank(self) -> int:
         """Which slice of the data this rank reads, from 0 to ``dp_size - 1``."""
-        self.mesh()
-        return group_rank()
+        return self.mesh().dp_rank(group_rank())
 
     # ---- training ---------------------------------------------------------------------------
 
@@ -174,15 +174,21 @@ class Strategy(StrategyHooks):
         if not loaded:
             check_undistributed(model)
         check_factory(optimizer)
-        if peft_config is not None:
-            model = attach_adapters(model, peft_config, base_seed())
-        groups = name_groups(model, param_groups)
+        check_same_model(model)
         if mesh.dp_shard > 1:
             check_shapes(self, model)
-        check_same_model(model)
         # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
+        dtype = "bfloat16" if self.precision == "bf16" else "float32"
         if not loaded:
-            cast_parameters(model, "bfloat16" if self.precision == "bf16" else "float32")
+            cast_parameters(model, dtype)
+            before = dict(model.named_parameters())
+            self._split_modules(model, mesh)
+            param_groups = follow_parameters(param_groups, before, model)
+        if peft_config is not None:
+            model = attach_adapters(model, peft_config, base_seed())
+            check_same_model(model)
+            cast_parameters(model, dtype)
+        groups = name_groups(model, param_groups)
         if self.activation_checkpointing:
             enable_checkpointing(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
@@ -298,7 +304,8 @@ class Strategy(StrategyHooks):
         self.mesh()
         check_applied(self, "eval_step", model)
         try:
-            return run_evaluation(model, [micro_batches], loss_fn, count_fn, "eval_step")
+            windows = [micro_batches]
+            return run_evaluation(model, windows, loss_fn, count_fn, "eval_step", self.mesh().tp)
         finally:
             self._after_forward(model)
 
@@ -336,7 +343,7 @@ class Strategy(StrategyHooks):
         check_applied(self, "evaluate", model)
         windows = self.batches(dataset, micro_batch=micro_batch, collate=collate, shuffle=False)
         try:
-            return run_evaluation(model, windows, loss_fn, count_fn, "evaluate")
+            return run_evaluation(model, windows, loss_fn, count_fn, "evaluate", self.mesh().tp)
         finally:
             self._after_forward(model)
 
@@ -377,7 +384,7 @@ class Strategy(StrategyHooks):
         """
         self.mesh()
         loss_tokens, _, _ = count_over_ranks(batches, count_fn or count_next_tokens)
-        return sum(loss_tokens)
+        return sum(loss_tokens[:: self.mesh().tp])
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of this rank's share of the loss; data ranks' gradients are summed.

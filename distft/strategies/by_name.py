@@ -8,11 +8,12 @@ from typing import Any
 
 from distft.strategies.base import Strategy
 from distft.strategies.ddp import DDP
+from distft.strategies.parallel import EP, TP, NDParallel
 from distft.strategies.sharded import FSDP2, HSDP
 from distft.strategies.zero import ZeRO1, ZeRO2, ZeRO3
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (DDP, ZeRO1, ZeRO2, ZeRO3, FSDP2, HSDP)
+    cls.name: cls for cls in (DDP, ZeRO1, ZeRO2, ZeRO3, FSDP2, HSDP, TP, EP, NDParallel)
 }
 
 

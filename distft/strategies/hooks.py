@@ -29,8 +29,8 @@ class StrategyHooks(ABC):
     """The part of a strategy that differs from one to another.
 
     In a run they are called in this order, each on every rank: `_mesh`, `_check_installed`,
-    `_apply`; for every micro-step `_backward`, inside `_no_sync` while more follow; then
-    `_gradients`. `_write_state` and `_read_state` at any time between steps.
+    `_split_modules`, `_apply`; for every micro-step `_backward`, inside `_no_sync` while more
+    follow; then `_gradients`. `_write_state` and `_read_state` at any time between steps.
 
     Attributes:
         name: What `distft.strategy` calls it.
@@ -103,6 +103,9 @@ class StrategyHooks(ABC):
         optimizer: Optimizer,
     ) -> None:
         """Read what `_write_state` of a strategy with the same layout wrote."""
+
+    def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
+        """Split layers in place, before adapters go on them; default nothing."""
 
     def _check_fields(self) -> None:
         """Raise ValueError where a field of this strategy is wrong; the default has no more."""

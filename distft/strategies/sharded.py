@@ -1,9 +1,11 @@
-"""FSDP2 and HSDP: every parameter split by rows over ranks, gathered block by block."""
+"""FSDP2 and HSDP: every parameter split by rows over ranks, gathered block by block.
+
+What they share with TP, EP and NDParallel, which split layers and experts first, is here too.
+"""
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distft.checkpoint.folder import DCP
-from distft.checkpoint.pretrained import loaded_by, shard_rows
+from distft.checkpoint.placement import gather_whole
+from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
 from distft.mesh import Mesh, check_degree, resolve_axes
+from distft.peft import base_model
 from distft.process_group import local_device
 from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
+from distft.strategies.split import split_layers, split_of
 from distft.training.clip import GradientShards
+from distft.training.layouts import layout, step_by_layout
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
 
@@ -34,12 +40,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sharded(Strategy):
-    """What FSDP2 and HSDP share: ``fully_shard`` on a mesh of one or two axes."""
+    """``fully_shard`` on a mesh of one or two axes, after layers and experts are split."""
 
     layout: ClassVar[str] = DCP
 
     reshard_after_forward: bool = True
     defer_reduce: bool = False
+
+    def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
+        if mesh.tp == mesh.ep == 1:
+            return
+        model.to(local_device())
+        copy_from_rank0([*model.parameters(), *model.buffers()])
+        split_layers(repr(self), model, mesh, self._rules(), local_device().type)
+
+    def _rules(self) -> Mapping[str, str] | None:
+        """Return rules that come over the model's own plans."""
+        return None
 
     def _apply(
         self,
@@ -50,11 +67,14 @@ class Sharded(Strategy):
     ) -> tuple[nn.Module, Optimizer]:
         if loaded_by(model) is None:
             model.to(local_device())
-            copy_from_rank0([*model.parameters(), *model.buffers()])
+            if split_of(model) is None:
+                copy_from_rank0([*model.parameters(), *model.buffers()])
             self._shard(model, mesh)
         if self.precision != "fp32":
             cast_inputs(model)
-        return model, build_optimizer(optimizer, dict(model.named_parameters()), groups)
+        built = build_optimizer(optimizer, dict(model.named_parameters()), groups)
+        step_by_layout(built)
+        return model, built
 
     def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
         import torch
@@ -63,14 +83,18 @@ class Sharded(Strategy):
         from distft.checkpoint.skeleton import replace_parameters
 
         device = local_device()
+        if mesh.tp * mesh.ep > 1:
+            split_layers(repr(self), weights.model, mesh, self._rules(), device.type)
         self._shard(weights.model, mesh)
 
         def read(name: str, parameter: Any) -> Tensor:
-            axis = parameter.device_mesh["dp_shard"]
-            rows, *rest = parameter.shape
-            first, count = shard_rows(rows, axis.size(), axis.get_local_rank())
-            part = torch.empty((count, *rest), dtype=parameter.dtype, device=device)
-            weights.fill(name, first * math.prod(rest), part)
+            if not isinstance(parameter, DTensor):
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                weights.fill(name, 0, whole)
+                return whole
+            shape = parameter.to_local().shape
+            part = torch.empty(shape, dtype=parameter.dtype, device=device)
+            weights.fill_part(name, parameter, part)
             return DTensor.from_local(
                 part,
                 parameter.device_mesh,
@@ -88,11 +112,22 @@ class Sharded(Strategy):
         """Split the parameters of a model, which may be on the meta device."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
+        split = split_of(model)
+        if split is not None and mesh.dp_size == 1 and self.precision != "bf16-mixed":
+            # Nothing to gather; in mixed precision it is what casts weights, on one rank too.
+            return
         policy: dict[str, Any] = {
-            "mesh": self._device_mesh(mesh, local_device().type),
+            "mesh": self._device_mesh(model, mesh),
             "mp_policy": _mixed_precision(self.precision),
             "reshard_after_forward": self.reshard_after_forward,
         }
+        if split is not None:
+            # What TP and EP hand on is a view, and nothing here or in transformers writes into it.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            axes = ("dp_replicate", "efsdp") if mesh.dp_replicate > 1 else ("efsdp",)
+            for path in split.expert_modules:
+                experts = _submodule(model, path)
+                fully_shard(experts, **{**policy, "mesh": split.expert[axes]})
         for path in sharding_units(model):
             fully_shard(model.get_submodule(path), **policy)
         # The root holds the head, with which the backward pass begins: freeing it after the
@@ -104,15 +139,16 @@ class Sharded(Strategy):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def _device_mesh(self, mesh: Mesh, device_type: str) -> DeviceMesh:
+    def _device_mesh(self, model: nn.Module, mesh: Mesh) -> DeviceMesh:
+        """Return the mesh over which tensors that are no experts are split by rows."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = {axis: getattr(mesh, axis) for axis in self._mesh_axes()}
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-    @abstractmethod
-    def _mesh_axes(self) -> tuple[str, ...]:
-        """Return the names of the axes that ``fully_shard`` gets, outer first."""
+        axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
+        split = split_of(model)
+        if split is not None:
+            return split.dense[axes]
+        sizes = tuple(getattr(mesh, axis) for axis in axes)
+        return init_device_mesh(local_device().type, sizes, mesh_dim_names=axes)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -121,14 +157,15 @@ class Sharded(Strategy):
         from torch.distributed.tensor import DTensor
 
         _split_again(model)
-        by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+        by_layout: dict[Any, list[Tensor]] = {}
         for parameter in model.parameters():
             gradient = parameter.grad
-            if isinstance(gradient, DTensor):
-                by_mesh.setdefault(gradient.device_mesh, []).append(gradient.to_local())
+            if gradient is not None:
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                by_layout.setdefault(layout(gradient), []).append(local)
         return [
-            GradientShards(tensors, [mesh.get_group("dp_shard")])
-            for mesh, tensors in by_mesh.items()
+            GradientShards(tensors, _groups_that_split(where))
+            for where, tensors in by_layout.items()
         ]
 
     def _after_forward(self, model: nn.Module) -> None:
@@ -147,6 +184,11 @@ class Sharded(Strategy):
 
     @contextmanager
     def _no_sync(self, model: Any) -> Iterator[None]:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not isinstance(model, FSDPModule):
+            yield
+            return
         # Not the last backward pass: nobody waits yet for the reductions that it starts.
         model.set_is_last_backward(False)
         model.set_requires_all_reduce(False)
@@ -156,7 +198,7 @@ class Sharded(Strategy):
             yield
         finally:
             model.set_is_last_backward(True)
-            if "dp_replicate" in self._mesh_axes():
+            if self.mesh().dp_replicate > 1:
                 _finish_partial_sums(model)
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
@@ -229,9 +271,6 @@ class FSDP2(Sharded):
     def _mesh(self, num_ranks: int) -> Mesh:
         return Mesh(**resolve_axes(repr(self), num_ranks, dp_shard=self.dp_shard))
 
-    def _mesh_axes(self) -> tuple[str, ...]:
-        return ("dp_shard",)
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HSDP(Sharded):
@@ -268,9 +307,6 @@ class HSDP(Sharded):
         )
         return Mesh(**axes)
 
-    def _mesh_axes(self) -> tuple[str, ...]:
-        return ("dp_replicate", "dp_shard")
-
 
 def _finish_partial_sums(model: Any) -> None:
     """Let blocks whose sum over replicas is deferred reduce in the next pass, used in it or not.
@@ -304,8 +340,36 @@ def _whole(tensor: Tensor) -> Tensor:
 
     whole = tensor.detach()
     if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
+        whole = gather_whole(whole)
     return whole.cpu().clone()
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    """Return a module of the model by its path in the model without adapters."""
+    found: nn.Module = base_model(model).get_submodule(path)
+    return found
+
+
+def _groups_that_split(where: Any) -> list[Any]:
+    """Return the process groups over which gradients of a layout are split.
+
+    Raises:
+        RuntimeError: They are sums of which each rank has a part only.
+    """
+    if where is None:
+        return []
+    mesh, placements = where
+    partial = [placement for placement in placements if placement.is_partial()]
+    if partial:
+        raise RuntimeError(
+            f"Gradients lie as {placements}: {len(partial)} of {len(placements)} axes hold sums "
+            "that nobody finished. Report this with the model and its plan."
+        )
+    return [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate()
+    ]
 
 
 def _mixed_precision(precision: str) -> Any:

@@ -38,14 +38,28 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    "X": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "G": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 1,
+            "intermediate_size": 16,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention"],
+        },
+    ),
 }
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
-    """Return the config of a tiny model: L, Lt (tied), Q (q/k norms) or M (6 experts).
+    """Return the config of a tiny model.
+
+    L, Lt (tied), Q (q/k norms), M (6 experts), X (Mixtral, 3 experts) or G (GPT-OSS, 4 experts).
 
     >>> sorted(TINY_MODELS)
-    ['L', 'Lt', 'M', 'Q']
+    ['G', 'L', 'Lt', 'M', 'Q', 'X']
 
     Raises:
         ValueError: There is no tiny model of that name.

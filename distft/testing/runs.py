@@ -163,6 +163,8 @@ def step_by_pieces(
     norm = strategy.clip_grad_norm_(model, max_norm)
     optimizer.step()
     loss = torch.stack(shares).sum()
+    # Ranks of a tp group work on the same rows and have the same loss.
+    loss *= float(dist.get_rank() % strategy.mesh().tp == 0)
     dist.all_reduce(loss)
     return float(loss), norm, gradients
 

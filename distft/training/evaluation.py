@@ -36,6 +36,7 @@ def run_evaluation(
     loss_fn: LossFunction | None,
     count_fn: CountFunction | None,
     call: str,
+    copies: int = 1,
 ) -> EvalResult:
     """Return the mean loss over windows of micro-batches; see `Strategy.eval_step`.
 
@@ -55,7 +56,9 @@ def run_evaluation(
     num_loss_tokens = num_tokens = num_windows = 0
     with evaluating(model), torch.no_grad():
         for batches in windows:
-            window = agree_on_window(batches, count_fn or count_next_tokens, call, needs_loss=False)
+            window = agree_on_window(
+                batches, count_fn or count_next_tokens, call, needs_loss=False, copies=copies
+            )
             num_windows += 1
             num_loss_tokens += window.num_loss_tokens
             num_tokens += window.num_tokens
@@ -70,6 +73,8 @@ def run_evaluation(
             "mean loss is undefined. Pass rows whose labels are not all -100."
         )
     if dist.get_world_size() > 1:
+        # Neighbours that read the same rows have the same sum: one of them brings it.
+        total *= float(dist.get_rank() % copies == 0)
         dist.all_reduce(total)
     return EvalResult(float(total) / num_loss_tokens, num_loss_tokens, num_tokens)
 

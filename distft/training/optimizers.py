@@ -146,6 +146,26 @@ def name_groups(
     return groups
 
 
+def follow_parameters(
+    param_groups: Iterable[ParamGroup] | None, before: Mapping[str, Tensor], model: nn.Module
+) -> Iterable[ParamGroup] | None:
+    """Return the groups with a model's parameters of now in place of those it had before.
+
+    Collective: none.
+    """
+    now = dict(model.named_parameters())
+    new = {id(old): now[name] for name, old in before.items() if now[name] is not old}
+    if param_groups is None or not new:
+        return param_groups
+    followed = []
+    for group in param_groups:
+        members = group.get("params", ()) if isinstance(group, Mapping) else ()
+        alone = isinstance(members, str) or hasattr(members, "shape")
+        members = [new.get(id(entry), entry) for entry in ([members] if alone else members)]
+        followed.append({**group, "params": members} if "params" in group else group)
+    return followed
+
+
 def _name_of(entry: Any, names: Mapping[int, str], index: int) -> str:
     if isinstance(entry, tuple):
         entry = entry[0]

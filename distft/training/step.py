@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from distft.mesh import Mesh
 from distft.process_group import local_device, raise_together
 from distft.training.clip import GradientShards, global_norm, scale_gradients
 from distft.training.loss import (
@@ -37,6 +38,9 @@ CountFunction = Callable[[Batch], int]
 
 class StepPieces(Protocol):
     """The pieces of a strategy that a step is made of."""
+
+    def mesh(self) -> Mesh:
+        """Return the axis sizes."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Say that more micro-steps follow."""
@@ -172,6 +176,7 @@ def agree_on_window(
     count_fn: CountFunction,
     call: str = "train_step",
     needs_loss: bool = True,
+    copies: int = 1,
 ) -> Window:
     """Return this rank's window, padded to the longest of all ranks.
 
@@ -191,6 +196,9 @@ def agree_on_window(
             f"{call} got 0 micro-batches on each of {len(sizes)} ranks. "
             "Pass a list with at least one batch on one rank."
         )
+    _check_copies(loss_tokens, tokens, sizes, copies)
+    spare_rank = sizes.index(longest)
+    loss_tokens, tokens, sizes = loss_tokens[::copies], tokens[::copies], sizes[::copies]
     if needs_loss and sum(loss_tokens) == 0:
         raise ValueError(
             f"The {sum(sizes)} micro-batches of this step have 0 loss tokens on {len(sizes)} "
@@ -198,10 +206,25 @@ def agree_on_window(
         )
     padded = list(batches)
     if min(sizes) == 0:
-        spare = _batch_of_rank(sizes.index(longest), batches)
+        spare = _batch_of_rank(spare_rank, batches)
         padded = padded or [spare]
     padded += [padded[-1]] * (longest - len(padded))
     return Window(padded, len(batches), sum(loss_tokens), sum(tokens), sum(sizes))
+
+
+def _check_copies(
+    loss_tokens: Sequence[int], tokens: Sequence[int], sizes: Sequence[int], copies: int
+) -> None:
+    """Raise where ranks that must read the same rows counted different numbers."""
+    found = list(zip(sizes, tokens, loss_tokens, strict=True))
+    for rank, mine in enumerate(found):
+        first = rank - rank % copies
+        if mine != found[first]:
+            raise ValueError(
+                f"Ranks {first} and {rank} are in one tp group, which works on the same rows, and "
+                f"got {found[first]} and {mine} micro-batches, tokens and loss tokens. Read data "
+                "by strategy.dp_rank of strategy.dp_size, as strategy.batches does."
+            )
 
 
 def _batch_of_rank(rank: int, batches: Sequence[Batch]) -> Batch:
@@ -240,7 +263,8 @@ def run_step(
     import torch
     import torch.distributed as dist
 
-    window = agree_on_window(micro_batches, count_fn or count_next_tokens)
+    copies = strategy.mesh().tp
+    window = agree_on_window(micro_batches, count_fn or count_next_tokens, copies=copies)
     device = local_device()
     optimizer.zero_grad()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -259,6 +283,8 @@ def run_step(
     scale_gradients(parts, norm, max_grad_norm)
     applied = _update(optimizer, norm)
     if dist.get_world_size() > 1:
+        # Neighbours that read the same rows have the same sums: one of them brings them.
+        sums *= float(dist.get_rank() % copies == 0)
         dist.all_reduce(sums)
     on_device = torch.stack([sums[0], sums[1], norm.double(), 1.0 - applied.double()])
     return StepResult(window.num_loss_tokens, window.num_tokens, on_device, has_router_loss(model))

@@ -1,0 +1,269 @@
+"""Everything of transformers' tensor and expert parallelism that is not its public API.
+
+transformers says how a layer is split (a *plan*: names of modules and parameters to the name of a
+style) and has the styles. Which rules apply, in which order, and what must hold before anything is
+split is decided here. `tests/unit/test_transformers_names.py` fails first when upstream moves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+# From the name of a module or parameter to the name of its style.
+Plan = dict[str, str]
+
+DISPATCH, EXPERTS, NORM = "ep_dispatch_experts", "grouped_gemm", "replicated_with_grad_allreduce"
+EXPERT_STYLES = (DISPATCH, EXPERTS)
+# Layouts of the part of a packed tensor: gate and up are split alike, each in itself.
+PACKED = ("packed_colwise", "packed_rowwise")
+
+
+def require_styles() -> Any:
+    """Return transformers' registry of styles.
+
+    Raises:
+        RuntimeError: This transformers has none.
+
+    Collective: none.
+    """
+    import transformers
+
+    try:
+        # Both modules register their styles when they are loaded.
+        from transformers.distributed import expert_parallel, tensor_parallel  # noqa: F401
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+        missing = [name for name in (*EXPERT_STYLES, NORM) if name not in ALL_PARALLEL_STYLES]
+    except ImportError as error:
+        missing = [str(error)]
+    if missing:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has no parallel style {', '.join(missing)}. "
+            "Run pip install 'transformers>=5.24'."
+        )
+    return ALL_PARALLEL_STYLES
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+
+def model_plans(model: Any) -> tuple[Plan, Plan]:
+    """Return a model's own rules for tensors and for experts, ``*`` for a layer's number.
+
+    Collective: none.
+    """
+    tensors, experts = (getattr(model, name, None) or {} for name in ("tp_plan", "ep_plan"))
+    return dict(tensors), dict(experts)
+
+
+def find_plans(
+    caller: str, model: nn.Module, tp: int, ep: int, rules: Mapping[str, str] | None
+) -> tuple[Plan, Plan]:
+    """Return what is split over ``tp`` and over ``ep``: names in the model to styles.
+
+    Rules of one's own come over the model's, one by one; an empty mapping leaves out all rules
+    for tensors. A module whose experts are dispatched keeps no rule for tensors.
+
+    Raises:
+        ValueError: A rule matches nothing or names an unknown style, or there is no rule for an
+            axis above 1.
+
+    Collective: none.
+    """
+    styles = require_styles()
+    names = _generic_names(model)
+    for rule, style in (rules or {}).items():
+        if style not in styles:
+            raise ValueError(
+                f"{caller}: the plan's style {style!r} for {rule} is none of the {len(styles)} "
+                f"that transformers has: {', '.join(sorted(styles))}."
+            )
+    lost = [rule for rule in rules or {} if rule not in names]
+    if lost:
+        raise ValueError(
+            f"{caller}: {len(lost)} of {len(rules or {})} rules of the plan match nothing in "
+            f"{type(model).__name__}: {', '.join(lost)}.{_nearest(lost[0], names)}"
+        )
+    tensors, experts = model_plans(model)
+    if rules is not None:
+        own = {rule: style for rule, style in rules.items() if style not in EXPERT_STYLES}
+        tensors = {**tensors, **own} if own or rules else {}
+        experts |= {rule: style for rule, style in rules.items() if style in EXPERT_STYLES}
+    tensors = {rule: style for rule, style in tensors.items() if rule in names}
+    experts = {rule: style for rule, style in experts.items() if rule in names}
+    if tp > 1 and not tensors and rules != {}:
+        raise ValueError(
+            f"{caller}: {type(model).__name__} has no plan for tensor parallelism, and tp is {tp}. "
+            "Pass one such as plan={'model.layers.*.mlp.up_proj': 'colwise', "
+            "'model.layers.*.mlp.down_proj': 'rowwise'}, or leave tp at 1."
+        )
+    if ep > 1 and DISPATCH not in experts.values():
+        raise ValueError(
+            f"{caller}: {type(model).__name__} has no experts with a plan for expert parallelism, "
+            f"and ep is {ep}. Use a mixture-of-experts model, pass a plan, or leave ep at 1."
+        )
+    expert_plan = _expand(model, experts) if ep > 1 else {}
+    inside = tuple(f"{name}." for name in expert_plan)
+    tensor_plan = {
+        name: style
+        for name, style in (_expand(model, tensors) if tp > 1 else {}).items()
+        if name not in expert_plan and not name.startswith(inside)
+    }
+    return tensor_plan, expert_plan
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _generic_names(model: nn.Module) -> set[str]:
+    modules = {_generic(name) for name, _ in model.named_modules() if name}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return modules | {_generic(name) for name, _ in parameters}
+
+
+def _nearest(rule: str, names: set[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(_generic(rule), names, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else " Write names as in named_modules()."
+
+
+def _expand(model: nn.Module, plan: Plan) -> Plan:
+    """Return one entry for every module and parameter, a module's own parameters before it.
+
+    A rule for a module is also one for its own parameters.
+    """
+    found: Plan = {}
+    for path, module in model.named_modules():
+        style = plan.get(_generic(path))
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{path}.{name}" if path else name
+            chosen = plan.get(_generic(full), style)
+            if chosen is not None:
+                found[full] = chosen
+        if style is not None:
+            found[path] = style
+    return found
+
+
+# ---- splitting ----------------------------------------------------------------------------------
+
+
+def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Split parameters over a mesh of one axis and make their modules' forward passes fit.
+
+    Every rank must hold the same values; nothing is sent.
+
+    Collective: none.
+    """
+    styles = require_styles()
+    modules = dict(model.named_modules())
+    with _ties_kept(model):
+        for name, style in plan.items():
+            if name in modules:
+                continue
+            path, _, parameter = name.rpartition(".")
+            styles[style].shard_param(modules[path], parameter, mesh)
+            _own_memory(modules[path], parameter)
+    for name, style in plan.items():
+        if name in modules:
+            module = modules[name]
+            if style == NORM:
+                _sum_gradients_in_backward(module, mesh)
+            else:
+                if style == "mla_kv_a_proj":
+                    module.config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+                styles[style].install_forward(module, mesh)
+
+
+def split_experts(model: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, plan: Plan) -> None:
+    """Give each rank of a mesh of one axis its experts, and send tokens to them by all-to-all.
+
+    Collective: none.
+    """
+    styles = require_styles()
+    modules = dict(model.named_modules())
+    for name, style in plan.items():
+        if name in modules:
+            continue
+        path, _, parameter = name.rpartition(".")
+        styles[style].shard_param(modules[path], parameter, ep_mesh)
+        _own_memory(modules[path], parameter)
+    for name, style in plan.items():
+        if name in modules:
+            styles[style].install_forward(modules[name], ep_mesh=ep_mesh, tp_mesh=tp_mesh)
+
+
+@contextmanager
+def _ties_kept(model: nn.Module) -> Iterator[None]:
+    """Let places that share a parameter share the new one, which each rule would make for itself.
+
+    Raises:
+        ValueError: The rules for two of its places split it in different ways.
+    """
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((f"{path}.{name}", module, name))
+    yield
+    for shared in places.values():
+        tensors = [module._parameters[name] for _, module, name in shared]
+        split = [getattr(tensor, "placements", None) for tensor in tensors]
+        if len(tensors) > 1 and len(set(split)) > 1:
+            raise ValueError(
+                f"The plan splits {shared[0][0]} as {split[0]} and {shared[1][0]}, which is the "
+                f"same tensor, as {split[1]}. Give both the same split, or untie them in the "
+                "config."
+            )
+        for _, module, name in shared:
+            module._parameters[name] = tensors[0]
+
+
+def _own_memory(module: nn.Module, name: str) -> None:
+    """Let a rank's part have memory of its own: a view would hold all of the whole tensor."""
+    parameter: Any = module._parameters[name]
+    local = getattr(parameter, "_local_tensor", None)
+    if local is not None and not local.is_meta:
+        parameter._local_tensor = local.detach().clone(memory_format=_contiguous())
+
+
+def _contiguous() -> Any:
+    import torch
+
+    return torch.contiguous_format
+
+
+def _sum_gradients_in_backward(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum the gradients of a whole parameter that each rank uses on its own heads only.
+
+    Inside the graph, so that every micro-step adds its own sum. transformers sums ``.grad`` after
+    each backward pass, which sums the earlier micro-steps of a window again.
+    """
+    from transformers.distributed.parallel_utils import _AllReduceBackward
+
+    group = mesh.get_group()
+    forward = module.forward
+
+    def summed(*args: Any, **kwargs: Any) -> Any:
+        whole = dict(module._parameters)
+        module._parameters.update(
+            {
+                name: _AllReduceBackward.apply(parameter, group)
+                for name, parameter in whole.items()
+                if parameter is not None
+            }
+        )
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(whole)
+
+    module.forward = summed
