@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from distft.strategies.zero import ZeRO2 as ZeRO2
     from distft.strategies.zero import ZeRO3 as ZeRO3
     from distft.training.evaluation import EvalResult as EvalResult
+    from distft.training.experts import ExpertLoad as ExpertLoad
     from distft.training.step import StepResult as StepResult
     from distft.training.wrappers import unwrap as unwrap
 
@@ -40,6 +41,7 @@ _HOMES = {
     "DDP": "distft.strategies.ddp",
     "EP": "distft.strategies.parallel",
     "EvalResult": "distft.training.evaluation",
+    "ExpertLoad": "distft.training.experts",
     "FSDP2": "distft.strategies.sharded",
     "HSDP": "distft.strategies.sharded",
     "ModelSpec": "distft.spec",

@@ -149,7 +149,7 @@ class ModelSpec:
             unit = next((unit for unit in units if name.startswith(f"{unit}.")), ROOT)
             trainable = bool(parameter.requires_grad)
             tensors.append(TensorSpec(name, shape, unit, trainable, ".experts." in name))
-        num_experts, per_token = _expert_numbers(getattr(model, "config", None))
+        num_experts, per_token = expert_numbers(getattr(model, "config", None))
         return cls(tuple(tensors), tuple(ties), num_experts, per_token)
 
     @property
@@ -321,7 +321,11 @@ def _config_values(config: Any) -> Mapping[str, Any]:
     )
 
 
-def _expert_numbers(config: Any) -> tuple[int, int]:
+def expert_numbers(config: Any) -> tuple[int, int]:
+    """Return experts of a layer and experts of a token by a configuration, 0 and 0 if dense.
+
+    Collective: none.
+    """
     counts = (_first_number(config, names) for names in (_EXPERTS, _EXPERTS_PER_TOKEN))
     num_experts, per_token = counts
     return (num_experts, per_token) if num_experts and per_token else (0, 0)

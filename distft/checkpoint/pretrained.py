@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -150,19 +149,3 @@ def _progress_bar(num_tensors: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("Loading", total=num_tensors)
         yield lambda: bar.advance(task)
-
-
-def shard_rows(num_rows: int, num_shards: int, index: int) -> tuple[int, int]:
-    """Return the first row of a shard and its number of rows, as ``fully_shard`` cuts.
-
-    Every shard has ``ceil(rows / shards)`` rows while they last, so the last ones may be short or
-    empty.
-
-    >>> [shard_rows(6, 4, index) for index in range(4)]
-    [(0, 2), (2, 2), (4, 2), (6, 0)]
-
-    Collective: none.
-    """
-    step = math.ceil(num_rows / num_shards)
-    first = min(index * step, num_rows)
-    return first, min(step, num_rows - first)

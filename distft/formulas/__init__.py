@@ -2,6 +2,7 @@
 
 from distft.formulas.counts import expert_lora_params, lora_params
 from distft.formulas.deepspeed import flat_numel, zero_memory, zero_traffic
+from distft.formulas.experts import expert_imbalance, expert_slowdown
 from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
 from distft.formulas.native import ddp_memory, ddp_traffic, sharded_memory, sharded_traffic
@@ -26,8 +27,10 @@ __all__ = [
     "chunk_rows",
     "ddp_memory",
     "ddp_traffic",
+    "expert_imbalance",
     "expert_lora_params",
     "expert_parallel_bytes",
+    "expert_slowdown",
     "fetch_counts",
     "flat_numel",
     "lora_params",

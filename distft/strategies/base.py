@@ -18,6 +18,7 @@ from distft.process_group import (
     seed_everything,
     together,
 )
+from distft.spec import expert_numbers
 from distft.strategies.guards import (
     check_applied,
     check_loaded,
@@ -32,6 +33,7 @@ from distft.strategies.precision import cast_parameters
 from distft.training.clip import check_max_norm, global_norm, scale_gradients
 from distft.training.data import Batches, Collate
 from distft.training.evaluation import EvalResult, run_evaluation
+from distft.training.experts import ExpertLoad, count_tokens_of_experts, read_expert_load
 from distft.training.generation import run_generation
 from distft.training.loss import Batch, count_next_tokens
 from distft.training.optimizers import (
@@ -49,6 +51,7 @@ from distft.training.step import (
     run_step,
 )
 from distft.training.sums import check_loss_is_a_sum
+from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -193,6 +196,9 @@ class Strategy(StrategyHooks):
             enable_checkpointing(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
         mark_applied(self, wrapped, built)
+        num_experts, _ = expert_numbers(getattr(unwrap(wrapped), "config", None))
+        if num_experts:
+            count_tokens_of_experts(wrapped, num_experts)
         seed_everything(base_seed() + self.dp_rank)
         return wrapped, built
 
@@ -352,7 +358,8 @@ class Strategy(StrategyHooks):
 
         Ranks may have different prompts, numbers of them (none too, as ``input_ids`` of 0 rows)
         and lengths: where a forward pass gathers weights, a rank that is done helps the others
-        until all are. The model is in evaluation mode meanwhile, then as it was.
+        until all are. Ranks of a `tp` group get the same prompts, and draw the same tokens. The
+        model is in evaluation mode meanwhile, then as it was.
 
         Args:
             model: What `apply` returned.
@@ -368,9 +375,28 @@ class Strategy(StrategyHooks):
         self.mesh()
         check_applied(self, "generate", model)
         try:
-            return run_generation(model, inputs, self.forward_gathers)
+            return run_generation(model, inputs, self.forward_gathers, self.mesh().tp)
         finally:
             self._after_forward(model)
+
+    def expert_load(self, model: nn.Module) -> ExpertLoad:
+        """Return the tokens that each expert of each layer got in training, over all data ranks.
+
+        Since the last call, or `apply`. Printed, it shows for each layer how uneven the experts
+        are, which got nothing, and how much longer the layer takes than with balanced ones.
+
+        Args:
+            model: What `apply` returned.
+
+        Raises:
+            ValueError: The model has no experts, or `apply` of this strategy did not return it.
+            RuntimeError: There is no process group.
+
+        Collective: every rank.
+        """
+        mesh = self.mesh()
+        check_applied(self, "expert_load", model)
+        return read_expert_load(model, mesh.ep, mesh.tp)
 
     def count_loss_tokens(
         self, batches: Sequence[Batch], count_fn: CountFunction | None = None

@@ -48,6 +48,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "layer_types": ["full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
 }
@@ -77,7 +78,7 @@ def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a tiny model in fp32, its values drawn from ``seed``.
 
-    L has 23,904 parameters, Lt 19,712, Q 23,936, M 33,536.
+    L has 23,904 parameters, Lt 19,712, Q 23,936, M 33,536, X 42,528, G 18,184.
 
     Collective: none.
     """

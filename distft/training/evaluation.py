@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from distft.process_group import local_device
 from distft.training.loss import Batch, count_next_tokens, next_token_loss
+from distft.training.rows import check_first_rows
 from distft.training.step import CountFunction, LossFunction, agree_on_window, to_device
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def run_evaluation(
             window = agree_on_window(
                 batches, count_fn or count_next_tokens, call, needs_loss=False, copies=copies
             )
+            check_first_rows(model, window.batches[: window.num_real], copies, call)
             num_windows += 1
             num_loss_tokens += window.num_loss_tokens
             num_tokens += window.num_tokens

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distft.process_group import local_device, raise_together
 from distft.training.evaluation import evaluating
+from distft.training.rows import check_same_rows
 from distft.training.step import control_device, to_device
 from distft.training.wrappers import unwrap
 
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def run_generation(model: nn.Module, inputs: Mapping[str, Any], gathers: bool) -> Any:
+def run_generation(
+    model: nn.Module, inputs: Mapping[str, Any], gathers: bool, copies: int = 1
+) -> Any:
     """Return what the model's own ``generate`` returns for this rank's inputs.
 
     Args:
         model: What `Strategy.apply` returned.
         inputs: Keywords of ``generate``.
         gathers: Whether a forward pass is a collective, so that ranks must keep in step.
+        copies: Neighbours that work on the same prompts: the size of a `tp` group.
 
     Raises:
         ValueError: The model cannot generate, or ``generate`` raised it on a rank.
@@ -44,6 +48,7 @@ def run_generation(model: nn.Module, inputs: Mapping[str, Any], gathers: bool) -
         with evaluating(model):
             return inner.generate(**keywords)
     _check_decoder(inner)
+    check_same_rows([inputs], copies, "generate")
     error: BaseException | None = None
     output = keywords.get("input_ids", keywords.get("inputs"))
     with evaluating(model), torch.no_grad(), _announced(inner) as idle:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from distft.mesh import Mesh
 from distft.process_group import local_device, raise_together
 from distft.training.clip import GradientShards, global_norm, scale_gradients
+from distft.training.experts import uncounted
 from distft.training.loss import (
     Batch,
     count_next_tokens,
@@ -20,6 +21,7 @@ from distft.training.loss import (
     router_coefficient,
     router_losses,
 )
+from distft.training.rows import check_first_rows
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -265,13 +267,15 @@ def run_step(
 
     copies = strategy.mesh().tp
     window = agree_on_window(micro_batches, count_fn or count_next_tokens, copies=copies)
+    check_first_rows(model, window.batches[: window.num_real], copies, "train_step")
     device = local_device()
     optimizer.zero_grad()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with router_losses(model) as routers, _marks_interruption(model):
         for index, batch in enumerate(window.batches):
             last = index == len(window.batches) - 1
-            with nullcontext() if last else strategy.no_sync(model):
+            sync = nullcontext() if last else strategy.no_sync(model)
+            with sync, uncounted(model, skip=index >= window.num_real):
                 share, values = _share_of_loss(
                     model, to_device(batch, device), window, loss_fn or next_token_loss, routers
                 )

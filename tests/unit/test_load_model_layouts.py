@@ -8,7 +8,6 @@ import transformers
 from safetensors.torch import save_file
 
 from distft.checkpoint.layouts import AS_IT_IS, MIXTRAL, QWEN_MOE, layout_of
-from distft.checkpoint.pretrained import shard_rows
 from distft.checkpoint.safetensors_reader import BUFFER_BYTES, Reader, list_tensors
 from distft.checkpoint.skeleton import build
 from distft.testing import tiny_model
@@ -62,13 +61,3 @@ def test_a_range_over_several_tensors_is_read_as_one(tmp_path, dtype):
         with Reader() as reader:
             reader.fill([tensors["a"], tensors["b"]], start, out)
         assert torch.equal(out, whole[start:stop])
-
-
-def test_rows_are_cut_as_torch_chunks_them():
-    for rows in range(9):
-        for shards in range(1, 6):
-            chunks = list(torch.arange(rows).chunk(shards)) if rows else []
-            for index in range(shards):
-                first, count = shard_rows(rows, shards, index)
-                expected = chunks[index].tolist() if index < len(chunks) else []
-                assert list(range(first, first + count)) == expected
