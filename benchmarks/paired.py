@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import by_hand
+import by_hand_parallel
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import distft
 
@@ -18,6 +19,12 @@ VOCABULARY = 2048
 MICRO_STEPS = 2
 WARM_UP = 3  # ZeRO-3 records its trace in the first step and fetches ahead from the second on.
 LOSS_TOLERANCE = 1e-6
+
+# Those whose degrees are not the default ones.
+STRATEGIES = {
+    "hsdp": distft.HSDP(dp_replicate=2),
+    "nd": distft.NDParallel(dp_shard=2, tp=2),
+}
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,23 @@ class Workload:
     rows: int = 2
     tokens: int = 128
 
-    def model(self) -> nn.Module:
-        """Return a Qwen3 with random weights, the same on every rank."""
+    def model(self, name: str = "") -> nn.Module:
+        """Return a model with random weights, the same on every rank, for a strategy.
+
+        Qwen3; for TP Llama, since transformers sums the gradients of Qwen3's head norms again in
+        every micro-step; for EP Qwen3-MoE of 8 experts.
+        """
         torch.manual_seed(0)
-        config = Qwen3Config(
+        family = {"tp": "llama", "nd": "llama", "ep": "qwen3_moe"}.get(name, "qwen3")
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": self.hidden,
+            "experts_implementation": "eager",
+        }
+        config = AutoConfig.for_model(
+            family,
+            **(experts if name == "ep" else {}),
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,
             intermediate_size=3 * self.hidden,
@@ -79,9 +99,14 @@ def run_pairs(name: str, num_pairs: int, workload: Workload) -> Pairs:
     Collective: every rank.
     """
     distft.init(seed=0)
-    ours = _distft_step(name, workload.model())
-    hand = by_hand.build(name, workload.model(), MICRO_STEPS)
-    rank = dist.get_rank()
+    strategy = STRATEGIES.get(name) or distft.strategy(name)
+    ours = _distft_step(strategy, workload.model(name))
+    if name in by_hand_parallel.SIZES:
+        hand = by_hand_parallel.build(name, workload.model(name))
+    else:
+        hand = by_hand.build(name, workload.model(name), MICRO_STEPS)
+    # Ranks that share a layer work on the same rows.
+    rank = strategy.dp_rank
 
     losses = []
     for step in range(WARM_UP):
@@ -100,8 +125,7 @@ def run_pairs(name: str, num_pairs: int, workload: Workload) -> Pairs:
     return result
 
 
-def _distft_step(name: str, model: nn.Module) -> by_hand.Step:
-    strategy = distft.strategy(name, dp_replicate=2) if name == "hsdp" else distft.strategy(name)
+def _distft_step(strategy: distft.Strategy, model: nn.Module) -> by_hand.Step:
     model, optimizer = strategy.apply(model, partial(torch.optim.AdamW, lr=by_hand.LEARNING_RATE))
 
     def step(batches: list[by_hand.Batch]) -> float:

@@ -21,7 +21,17 @@ from interval import Median, median_interval
 
 from distft.testing import WorkerPool
 
-RANKS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2, "hsdp": 4}
+RANKS = {
+    "ddp": 2,
+    "zero1": 2,
+    "zero2": 2,
+    "zero3": 2,
+    "fsdp2": 2,
+    "hsdp": 4,
+    "tp": 2,
+    "ep": 2,
+    "nd": 4,
+}
 BOUND = 1.03
 SHORTEST_STEP = 0.2
 TIMEOUT = 1800.0
@@ -87,10 +97,10 @@ def _report(rows: list[str], workload: paired.Workload) -> str:
         "# A step through distft against the same step written by hand",
         "",
         *machine.describe(),
-        f"- Model: Qwen3, {num_params:,} parameters, fp32; {paired.MICRO_STEPS} micro-steps of "
-        f"{workload.rows} rows of {workload.tokens} tokens on each rank; AdamW, norm clipped at 1",
-        "- gloo; by hand: plain torch (DDP, `fully_shard`) or DeepSpeed; ABBA order; the slowest "
-        f"rank counts; losses of {paired.WARM_UP} steps equal to "
+        f"- Model: Qwen3, {num_params:,} parameters, fp32 (tp, nd: Llama; ep: Qwen3-MoE); "
+        f"{paired.MICRO_STEPS} micro-steps of {workload.rows} rows of {workload.tokens} tokens on each rank; AdamW, norm clipped at 1",
+        "- gloo; by hand: plain torch (DDP, `fully_shard`), DeepSpeed, or transformers' own way "
+        f"(tp, ep, nd); ABBA order; the slowest rank counts; losses of {paired.WARM_UP} steps equal to "
         f"{paired.LOSS_TOLERANCE:.0e} relative before any time is taken",
         "",
         HEAD,
