@@ -30,7 +30,7 @@ from distft.strategies.guards import (
 )
 from distft.strategies.hooks import StrategyHooks
 from distft.strategies.precision import cast_parameters
-from distft.training.clip import check_max_norm, global_norm, scale_gradients
+from distft.training.clip import bounds_of, check_max_norm, clip, keep_bounds, take_bounds
 from distft.training.data import Batches, Collate
 from distft.training.evaluation import EvalResult, run_evaluation
 from distft.training.experts import ExpertLoad, count_tokens_of_experts, read_expert_load
@@ -160,6 +160,7 @@ class Strategy(StrategyHooks):
             optimizer: How to build the optimizer, such as ``partial(AdamW, lr=1e-4)``. It is
                 called after sharding; one built before would train tensors that are gone.
             param_groups: Groups as torch takes them, over the model's parameters or their names.
+                A group with ``max_grad_norm`` is clipped to that norm of its own gradient.
             peft_config: A ``peft.LoraConfig``: adapters are attached, then the model is sharded,
                 then the optimizer is built. Only adapters and ``modules_to_save`` train. A PEFT
                 model is taken as it is.
@@ -191,11 +192,12 @@ class Strategy(StrategyHooks):
             model = attach_adapters(model, peft_config, base_seed())
             check_same_model(model)
             cast_parameters(model, dtype)
-        groups = name_groups(model, param_groups)
+        groups, bounds = take_bounds(name_groups(model, param_groups))
         if self.activation_checkpointing:
             enable_checkpointing(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
         mark_applied(self, wrapped, built)
+        keep_bounds(wrapped, bounds)
         num_experts, _ = expert_numbers(getattr(unwrap(wrapped), "config", None))
         if num_experts:
             count_tokens_of_experts(wrapped, num_experts)
@@ -259,7 +261,9 @@ class Strategy(StrategyHooks):
             model: What `apply` returned.
             optimizer: What `apply` returned.
             micro_batches: This rank's batches; ranks may have different numbers of them.
-            max_grad_norm: Bound of the whole gradient's 2-norm, or None.
+            max_grad_norm: Bound of the whole gradient's 2-norm, or None. Groups with a bound of
+                their own are clipped to it first, and this one bounds what they left, so that
+                both hold; `StepResult.grad_norm` and ``group_norms`` are those before either.
             loss_fn: From model and batch to the *sum* of the loss; default next-token
                 cross-entropy.
             count_fn: From a batch to the number the loss is a mean over; default its loss tokens.
@@ -438,8 +442,9 @@ class Strategy(StrategyHooks):
     def clip_grad_norm_(self, model: nn.Module, max_norm: float | None) -> float:
         """Scale the gradients to a 2-norm of at most ``max_norm``; return the norm before.
 
-        A plain number, the same on every rank. None only measures. Where the norm is infinite or
-        NaN so are the gradients afterwards: leave that update out.
+        A plain number, the same on every rank. None sets no bound; parameter groups with a
+        ``max_grad_norm`` of their own are clipped to it first in any case. Where the norm is
+        infinite or NaN so are the gradients afterwards: leave that update out.
 
         Raises:
             ValueError: The bound is not above 0.
@@ -450,8 +455,7 @@ class Strategy(StrategyHooks):
 
         check_max_norm(max_norm)
         parts = self._gradients(model)
-        norm = global_norm(parts, local_device())
-        scale_gradients(parts, norm, max_norm)
+        norm, _ = clip(parts, bounds_of(model), max_norm, local_device())
         return float(norm)
 
     def gather_weights(

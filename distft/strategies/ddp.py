@@ -15,7 +15,7 @@ from distft.mesh import Mesh
 from distft.process_group import local_device
 from distft.strategies.base import Strategy
 from distft.strategies.precision import autocast_forward, cast_inputs
-from distft.training.clip import GradientShards
+from distft.training.clip import GradientShards, bounds_of
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters, unwrap
 
@@ -83,7 +83,12 @@ class DDP(Strategy):
         loss.backward()
 
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
-        return [GradientShards([p.grad for p in model.parameters() if p.grad is not None])]
+        group_of = bounds_of(model).group_of
+        by_group: dict[int | None, list[Tensor]] = {}
+        for name, parameter in unwrap(model).named_parameters():
+            if parameter.grad is not None:
+                by_group.setdefault(group_of.get(name), []).append(parameter.grad)
+        return [GradientShards(tensors, (), index) for index, tensors in by_group.items()]
 
     def _gather_weights(
         self, model: nn.Module, names: Collection[str] | None = None

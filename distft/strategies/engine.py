@@ -127,6 +127,21 @@ def keep_groups(zero: Any, client: torch.optim.Optimizer) -> None:
         zero._param_slice_mappings = zero._create_param_mapping()
 
 
+def gradients_by_group(zero: Any, num_groups: int) -> dict[int | None, list[torch.Tensor]]:
+    """Return this rank's reduced gradients by parameter group; all under None for 0 groups.
+
+    Stages 1 and 2 keep them by group, stage 3 by sub-group. A group of which this rank has no
+    part is there, and empty.
+
+    Collective: none.
+    """
+    found: dict[int | None, list[torch.Tensor]] = {i: [] for i in range(num_groups)} or {None: []}
+    group_of = getattr(zero, "sub_group_to_group_id", {})
+    for index, tensors in zero.averaged_gradients.items():
+        found[group_of.get(index, index) if num_groups else None] += tensors or []
+    return found
+
+
 def sum_gradients(zero: Any) -> None:
     """Make a stage 3 optimizer sum gradients over ranks where it would average them.
 

@@ -23,7 +23,7 @@ from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.strategies.split import split_layers, split_of
-from distft.training.clip import GradientShards
+from distft.training.clip import GradientShards, bounds_of
 from distft.training.layouts import layout, step_by_layout
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
@@ -157,15 +157,19 @@ class Sharded(Strategy):
         from torch.distributed.tensor import DTensor
 
         _split_again(model)
-        by_layout: dict[Any, list[Tensor]] = {}
-        for parameter in model.parameters():
+        group_of = bounds_of(model).group_of
+        parts: dict[Any, list[Tensor]] = {}
+        for name, parameter in model.named_parameters():
             gradient = parameter.grad
             if gradient is not None:
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                by_layout.setdefault(layout(gradient), []).append(local)
+                parts.setdefault((group_of.get(name), layout(gradient)), []).append(local)
+            elif name in group_of:
+                # A group without a gradient here still takes part in the sums over ranks.
+                parts.setdefault((group_of[name], layout(parameter)), [])
         return [
-            GradientShards(tensors, _groups_that_split(where))
-            for where, tensors in by_layout.items()
+            GradientShards(tensors, _groups_that_split(where), index)
+            for (index, where), tensors in parts.items()
         ]
 
     def _after_forward(self, model: nn.Module) -> None:

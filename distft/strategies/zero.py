@@ -19,7 +19,7 @@ from distft.mesh import Mesh
 from distft.process_group import group_rank, local_device
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
-from distft.training.clip import GradientShards
+from distft.training.clip import GradientShards, bounds_of
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
 
@@ -156,9 +156,10 @@ class ZeRO(Strategy):
     def _gradients(self, model: Any) -> Sequence[GradientShards]:
         import torch.distributed as dist
 
-        partitions = model.optimizer.averaged_gradients.values()
-        tensors = [tensor for group in partitions if group for tensor in group]
-        return [GradientShards(tensors, [dist.group.WORLD])]
+        from distft.strategies.engine import gradients_by_group
+
+        parts = gradients_by_group(model.optimizer, len(bounds_of(model).bounds))
+        return [GradientShards(part, [dist.group.WORLD], index) for index, part in parts.items()]
 
     def _gather_weights(
         self, model: Any, names: Collection[str] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distft.training.clip import check_group_bounds
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -110,7 +112,8 @@ def name_groups(
 
     Raises:
         ValueError: A group has no ``params``, names a tensor that the model does not have, two
-            groups share one, or a trainable parameter is in none.
+            groups share one, a trainable parameter is in none, or a ``max_grad_norm`` is not
+            above 0.
 
     Collective: none.
     """
@@ -123,6 +126,8 @@ def name_groups(
         )
     if param_groups is None:
         return [{"params": trainable}]
+    param_groups = list(param_groups)
+    check_group_bounds(param_groups)
     groups, seen = [], set[str]()
     for index, group in enumerate(param_groups):
         if not isinstance(group, Mapping) or "params" not in group:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distft.mesh import Mesh
 from distft.process_group import local_device, raise_together
-from distft.training.clip import GradientShards, global_norm, scale_gradients
+from distft.training.clip import GradientShards, bounds_of, clip
 from distft.training.experts import uncounted
 from distft.training.loss import (
     Batch,
@@ -83,6 +83,14 @@ class StepResult:
         return self._values[2]
 
     @property
+    def group_norms(self) -> tuple[float, ...]:
+        """2-norms of the parameter groups' gradients before clipping.
+
+        In the order of ``optimizer.param_groups``; ``()`` where no group has a ``max_grad_norm``.
+        """
+        return tuple(self._values[4:])
+
+    @property
     def aux_loss(self) -> float | None:
         """The router's auxiliary loss times its coefficient, or None for a model without one."""
         return self._values[1] if self._has_router else None
@@ -97,7 +105,8 @@ class StepResult:
         return (
             f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, "
             f"num_loss_tokens={self.num_loss_tokens}, num_tokens={self.num_tokens}, "
-            f"aux_loss={self.aux_loss}, skipped={self.skipped})"
+            f"aux_loss={self.aux_loss}, skipped={self.skipped}"
+            + (f", group_norms={self.group_norms})" if self.group_norms else ")")
         )
 
 
@@ -283,14 +292,14 @@ def run_step(
                 strategy.backward(share * weight)
                 sums += values * weight
     parts = strategy._gradients(model)
-    norm = global_norm(parts, device)
-    scale_gradients(parts, norm, max_grad_norm)
+    norm, group_norms = clip(parts, bounds_of(model), max_grad_norm, device)
     applied = _update(optimizer, norm)
     if dist.get_world_size() > 1:
         # Neighbours that read the same rows have the same sums: one of them brings them.
         sums *= float(dist.get_rank() % copies == 0)
         dist.all_reduce(sums)
     on_device = torch.stack([sums[0], sums[1], norm.double(), 1.0 - applied.double()])
+    on_device = torch.cat([on_device, *(one.double().reshape(1) for one in group_norms)])
     return StepResult(window.num_loss_tokens, window.num_tokens, on_device, has_router_loss(model))
 
 
