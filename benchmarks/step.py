@@ -98,9 +98,11 @@ def _report(rows: list[str], workload: paired.Workload) -> str:
         "",
         *machine.describe(),
         f"- Model: Qwen3, {num_params:,} parameters, fp32 (tp, nd: Llama; ep: Qwen3-MoE); "
-        f"{paired.MICRO_STEPS} micro-steps of {workload.rows} rows of {workload.tokens} tokens on each rank; AdamW, norm clipped at 1",
+        f"{paired.MICRO_STEPS} micro-steps of {workload.rows} rows of {workload.tokens} tokens on "
+        "each rank; AdamW, norm clipped at 1",
         "- gloo; by hand: plain torch (DDP, `fully_shard`), DeepSpeed, or transformers' own way "
-        f"(tp, ep, nd); ABBA order; the slowest rank counts; losses of {paired.WARM_UP} steps equal to "
+        "(tp, ep, nd); ABBA order; the slowest rank counts; losses of "
+        f"{paired.WARM_UP} steps equal to "
         f"{paired.LOSS_TOLERANCE:.0e} relative before any time is taken",
         "",
         HEAD,
