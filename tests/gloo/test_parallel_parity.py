@@ -16,7 +16,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 # Strategy, ranks, model, changes, micro-batches over all data ranks, clipping bound.
 CASES = [
     *[(TP(tp=2), 2, model, {}, 4, 0.1) for model in ("L", "Lt", "Q", "M", "X", "G")],
-    (TP(tp=2), 2, "L", BIASED, 4, None),
+    (TP(tp=2), 2, "L", BIASED, 6, None),
     (TP(tp=2), 2, "Lt", BIASED, 1, None),
     (TP(tp=3), 3, "L", ODD, 2, None),
     (TP(tp=3), 3, "Lt", {**ODD, **BIASED}, 2, 0.1),
