@@ -7,16 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distft.checkpoint import foreign
 from distft.checkpoint.folder import DEEPSPEED, MANIFEST, STATE_FILE, find_checkpoint, read_manifest
 from distft.checkpoint.foreign import Engine, Parts
 from distft.checkpoint.pickles import load_values, names_asked
-from distft.checkpoint.takeover import take_over
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 PARTS = ("weights", "optimizer", "scheduler", "random state", "data position")
 # Folders that hold one checkpoint of several, in the spelling of each tool.
@@ -41,6 +37,8 @@ class Adoption:
         how: The commands or calls that go on from it.
         notes: What else to know.
         tag: The folder of DeepSpeed's files below ``path``, or None.
+        reader: What reads its optimizer: ``"deepspeed"``, ``"dcp"``, ``"trainer"`` or ``"torch"``
+            (whole tensors, numbered by Trainer's rule or in the model's order), or None.
     """
 
     path: Path
@@ -56,32 +54,7 @@ class Adoption:
     resumes: bool = False
     notes: Sequence[str] = ()
     tag: str | None = None
-
-    def resume(self, model: Any, optimizer: Optimizer) -> int | None:
-        """Load weights and optimizer of a DeepSpeed run, and return the steps it had made.
-
-        For `ZeRO1`, `ZeRO2` and `ZeRO3` with the stage, the ranks, the precision and the parameter
-        groups of that run. A scheduler, the random state and the position in the data are not
-        taken over.
-
-        Args:
-            model: What `Strategy.apply` returned.
-            optimizer: What `Strategy.apply` returned.
-
-        Raises:
-            ValueError: It is no checkpoint of DeepSpeed's ZeRO, or of another stage, number of
-                ranks, dtype, model or optimizer.
-            RuntimeError: Not every rank called.
-
-        Collective: every rank.
-        """
-        if self.tag is None or not self.stage:
-            raise ValueError(
-                f"{self.path} is {self.kind}, and only stages 1 to 3 of DeepSpeed resume this way. "
-                f"Instead:\n{self.how}"
-            )
-        take_over(self.path / self.tag, self.stage, self.world_size, model, optimizer)
-        return self.step
+    reader: str | None = None
 
     def __str__(self) -> str:
         """Return the report as a page of text."""
@@ -261,9 +234,12 @@ def _with_engine(report: Adoption, engine: Engine) -> Adoption:
     spread = engine.strategy
     if spread is None and world_size is not None:
         spread = "one process" if world_size == 1 else "DDP, or another that saves whole tensors"
-    resumes = bool(engine.stage) and not engine.missing
-    if resumes:
+    missing = (*report.missing, *engine.missing, *foreign.absent_shards(report.path))
+    reader = None if missing else _reader_of(report, engine)
+    if reader == "deepspeed":
         how = _from_zero(report.path, engine, dtype)
+    elif reader is not None:
+        how = _from_run(report)
     elif "adapter" in report.parts and "weights" not in report.parts:
         how = _from_adapter(report.path)
     elif engine.merge is not None:
@@ -275,11 +251,13 @@ def _with_engine(report: Adoption, engine: Engine) -> Adoption:
                 f"config.save_pretrained({str(report.path)!r})  # that run's, not kept here\n{how}"
             )
     notes = list(report.notes)
-    if resumes:
+    if reader == "deepspeed":
         notes.append(
             "The optimizer goes on with the stage, ranks and parameter groups of that run; to "
             f"change them, start from the weights: {engine.merge}"
         )
+    elif reader is not None:
+        notes.append("The random state and the position in the data are not taken over.")
     elif "optimizer" in report.parts:
         notes.append(
             "The optimizer's state is there, and this version cannot take it over: to go on with "
@@ -293,9 +271,10 @@ def _with_engine(report: Adoption, engine: Engine) -> Adoption:
         stage=engine.stage,
         step=report.step if engine.step is None else engine.step,
         dtype=dtype,
-        missing=(*report.missing, *engine.missing, *foreign.absent_shards(report.path)),
+        missing=missing,
         notes=notes,
-        resumes=resumes,
+        resumes=reader is not None,
+        reader=reader,
         tag=engine.tag,
     )
 
@@ -332,13 +311,39 @@ def _model(folder: Path) -> Adoption | None:
     )
 
 
+def _reader_of(report: Adoption, engine: Engine) -> str | None:
+    """Return what reads the optimizer of a folder, or None where nothing here does."""
+    if engine.stage:
+        return "deepspeed"
+    if not {"weights", "adapter"} & set(report.parts) or "optimizer" not in report.parts:
+        return None
+    if engine.parts:
+        # Of FSDP in Accelerate the two halves lie in folders of their own.
+        ours = engine.strategy is None and not engine.other_names
+        return "dcp" if ours else None
+    if engine.strategy is not None or len(report.parts["optimizer"]) != 1:
+        return None
+    return "trainer" if (report.path / "trainer_state.json").is_file() else "torch"
+
+
+def _from_run(report: Adoption) -> str:
+    model = "model = AutoModelForCausalLM.from_config(config)  # that run's; its values are loaded"
+    if "weights" not in report.parts:
+        model = f"model = distft.load_adapter(base, {str(report.path)!r})"
+    return (
+        f"{model}\n"
+        "model, optimizer = strategy.apply(model, partial(AdamW, ...))  # any strategy, any ranks\n"
+        f"state = strategy.load({str(report.path)!r}, model, optimizer)  # scheduler=... too"
+    )
+
+
 def _from_zero(path: Path, engine: Engine, dtype: str | None) -> str:
     precision = 'precision="bf16-mixed"' if dtype == "bfloat16" else ""
     return (
         f"strategy = distft.ZeRO{engine.stage}({precision})  # on {engine.world_size} ranks\n"
         "model, optimizer = strategy.apply(model, partial(AdamW, ...))  # groups as in that run\n"
-        f"step = distft.adopt({str(path)!r}).resume(model, optimizer)\n"
-        "# the scheduler, the random state and the rows go on from `step` by your own code"
+        f"state = strategy.load({str(path)!r}, model, optimizer)\n"
+        "# the random state and the rows go on from `state.step` by your own code"
     )
 
 

@@ -221,13 +221,16 @@ def read_dcp(
             states[name][key], targets[full_name] = made, by_blocks(made)
     with _plain_errors(ValueError, f"Reading {folder} failed"):
         dcp.load(targets, storage_reader=safe_reader(folder))
-    _set_optimizer_state(optimizer, parameters, states)
+    set_optimizer_state(optimizer, parameters, states)
 
 
-def _set_optimizer_state(
+def set_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Hand the state over through torch's own loading, which knows where each tensor belongs."""
+    """Hand the state over through torch's own loading, which knows where each tensor belongs.
+
+    Collective: none.
+    """
     current = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in parameters.items()}
     state = {}

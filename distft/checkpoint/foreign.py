@@ -34,6 +34,7 @@ class Engine:
         parts: Files of each part, relative to the folder that was searched.
         missing: Files that should be there.
         tag: The folder of DeepSpeed's files relative to ``folder``, or None.
+        other_names: Whether its tensors have names that no model of transformers has.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class Engine:
     parts: Parts = field(default_factory=dict)
     missing: Sequence[str] = ()
     tag: str | None = None
+    other_names: bool = False
 
 
 def names(folder: Path, *patterns: str) -> list[str]:
@@ -231,6 +233,7 @@ def _read_dcp(folder: Path, home: Path) -> Engine:
         beside=", with FSDP" if by_accelerate else (", by torchtitan" if titan else ""),
         merge=out.format(home),
         parts=parts,
+        other_names=any("tok_embeddings." in name for name in items),
         missing=[f"{prefix}{name}" for name in files if not (home / name).is_file()],
     )
 

@@ -17,6 +17,8 @@ from distft.checkpoint.folder import (
     find_checkpoint,
     read_manifest,
 )
+from distft.checkpoint.groups import group_settings
+from distft.checkpoint.load_foreign import RunLoader, find_foreign, load_foreign
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state, set_random_state
 from distft.checkpoint.save import optimizer_name
@@ -28,23 +30,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Loader(Protocol):
+class Loader(RunLoader, Protocol):
     """What a strategy brings to a load."""
 
     layout: ClassVar[str]
     name: ClassVar[str]
-
-    @property
-    def precision(self) -> str:
-        """Precision of the training."""
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's slice of the data."""
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data ranks."""
 
     def _read_state(
         self,
@@ -65,7 +55,7 @@ class LoadedState:
         path: The checkpoint.
         step: Optimizer steps made.
         extra: The caller's own values.
-        strategy: Constructor of the strategy that saved it.
+        strategy: Constructor of the strategy that saved it; of another tool what it says.
         world_size: Number of ranks that saved it.
     """
 
@@ -91,6 +81,12 @@ def load_checkpoint(
     """
     rendezvous("Strategy.load")
     with together():
+        foreign = find_foreign(path)
+    if foreign is not None:
+        step = load_foreign(strategy, foreign, model, optimizer, scheduler=scheduler, data=data)
+        by = foreign.strategy or foreign.kind
+        return LoadedState(foreign.path, step, {}, by, foreign.world_size or 1)
+    with together():
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
         _check_layout(strategy, manifest, folder)
@@ -98,7 +94,7 @@ def load_checkpoint(
         _check_model(manifest, model, folder)
         _check_optimizer(manifest, optimizer, folder)
         small = _read_train_state(folder)
-        settings = _group_settings(small["groups"], optimizer, folder)
+        settings = group_settings(small["groups"], optimizer, folder)
         if manifest.layout == DEEPSPEED:
             _check_order(small["groups"], optimizer, folder)
         _check_target("scheduler", scheduler, small["scheduler"], folder)
@@ -226,34 +222,6 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, folder: Path) -> 
             f"{len(names)}: {different[0]} is one of {len(different)} in one of the two only. "
             "Freeze the same ones before apply()."
         )
-
-
-def _group_settings(
-    saved_groups: list[dict[str, Any]], optimizer: Optimizer, folder: Path
-) -> list[dict[str, Any]]:
-    """Return for each group of this run the settings that its parameters were saved with."""
-    by_name = {
-        name: {key: value for key, value in group.items() if key != "param_names"}
-        for group in saved_groups
-        for name in group["param_names"]
-    }
-    settings: list[dict[str, Any]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        known = [name for name in group["param_names"] if name in by_name]
-        if not known:
-            # Adapters that rested in the saved run: this run's own settings.
-            settings.append({})
-            continue
-        first, *others = known
-        different = [name for name in others if by_name[name] != by_name[first]]
-        if different:
-            raise ValueError(
-                f"Group {index} of this run has {len(group['param_names'])} parameters that "
-                f"{folder} saved with different settings, such as {first} and {different[0]}. "
-                f"Use the {len(saved_groups)} groups of the saved run."
-            )
-        settings.append(by_name[first])
-    return settings
 
 
 def _read_train_state(folder: Path) -> dict[str, Any]:

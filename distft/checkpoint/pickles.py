@@ -224,19 +224,36 @@ def _description(path: Path) -> bytes:
         raise _not_whole(path, error) from error
 
 
-def load_values(path: Path) -> Any:
+def load_values(path: Path, mmap: bool = False) -> Any:
     """Return the tensors and plain values of a file of ``torch.save``, running nothing in it.
+
+    With ``mmap`` a tensor takes memory only where it is read.
 
     Raises:
         ValueError: The file holds more than tensors and plain values, or is not whole.
 
     Collective: none.
     """
+    _check_start(path)
+    return _load_restricted(path, path, mmap)
+
+
+def load_bytes(data: io.BytesIO, path: Path) -> Any:
+    """Return the same of bytes that lie inside a file; ``path`` is for errors.
+
+    Raises:
+        ValueError: As `load_values`.
+
+    Collective: none.
+    """
+    return _load_restricted(data, path, mmap=False)
+
+
+def _load_restricted(source: Path | io.BytesIO, path: Path, mmap: bool) -> Any:
     import torch
 
-    _check_start(path)
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return torch.load(source, weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:
         # torch says which name it refused in the middle of a long text.
         name = re.search(r"GLOBAL ([\w.]+)", str(error))

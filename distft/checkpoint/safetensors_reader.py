@@ -66,7 +66,7 @@ def list_tensors(folder: Path) -> dict[str, FileTensor]:
     Collective: none.
     """
     if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
+        return read_header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise ValueError(
             f"{folder} holds neither {SINGLE} nor {INDEX}. "
@@ -80,7 +80,7 @@ def list_tensors(folder: Path) -> dict[str, FileTensor]:
                 f"{folder / INDEX} names {name}, and {folder} has no such file. "
                 "Copy the folder again."
             )
-        found.update(_read_header(folder / name))
+        found.update(read_header(folder / name))
     lost = sorted(name for name, file in weight_map.items() if name not in found)
     if lost:
         raise ValueError(
@@ -90,7 +90,14 @@ def list_tensors(folder: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _read_header(path: Path) -> dict[str, FileTensor]:
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """Return the tensors of one file by name.
+
+    Raises:
+        ValueError: The file is cut short.
+
+    Collective: none.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

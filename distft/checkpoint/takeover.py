@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.pickles import look_inside, refuse_code
-from distft.process_group import group_size, rendezvous, together
+from distft.process_group import group_size, together
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -31,11 +32,9 @@ def take_over(
     Raises:
         ValueError: Stage, ranks, dtype, parameters or optimizer are not those of the folder, or a
             file asks for more than a checkpoint needs.
-        RuntimeError: Not every rank called.
 
     Collective: every rank.
     """
-    rendezvous("Adoption.resume")
     folder = folder.resolve()
     with together():
         _check_engine(folder, stage, num_ranks, model)
@@ -45,7 +44,7 @@ def take_over(
         _check_parameters(folder, model, optimizer)
         _check_optimizer(folder, optimizer)
     names = [group["param_names"] for group in optimizer.param_groups]
-    with together():
+    with together(), _own_clipping(model.optimizer):
         loaded, _ = model.load_checkpoint(
             str(folder.parent), tag=folder.name, load_lr_scheduler_states=False
         )
@@ -55,8 +54,25 @@ def take_over(
             group["param_names"] = named
 
 
+@contextmanager
+def _own_clipping(zero: Any) -> Iterator[None]:
+    """Keep the engine's clipping off while it loads the state of a run that it clipped.
+
+    It takes the bound over, and refuses one where it computes no norm; the norm here is ours.
+    """
+    computes = getattr(zero, "compute_grad_norm", None)
+    if computes is not None:
+        zero.compute_grad_norm = True
+    try:
+        yield
+    finally:
+        zero.clip_grad = 0.0
+        if computes is not None:
+            zero.compute_grad_norm = computes
+
+
 def _check_engine(folder: Path, stage: int, num_ranks: int | None, model: Any) -> None:
-    ranks = group_size("Adoption.resume")
+    ranks = group_size("Strategy.load")
     mine = model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else 0
     if (mine, ranks) != (stage, num_ranks):
         here = f"ZeRO-{mine}" if mine else type(model).__name__

@@ -174,7 +174,7 @@ def find_weights(folder: Path, dtype: torch.dtype, config: Any, model_class: Any
         if group_rank() == 0:
             logger.warning("%s: %s, so each rank reads the whole model first.", folder, reason)
         return _read_whole(folder, model, model_class, config, dtype)
-    return Weights(model, _match(folder, model, layout or Layout(), files))
+    return Weights(model, match_tensors(folder, model, layout or Layout(), files))
 
 
 def _has_gpu() -> bool:
@@ -249,15 +249,21 @@ def _names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _match(
+def match_tensors(
     folder: Path, model: nn.Module, layout: Layout, files: Mapping[str, FileTensor]
 ) -> dict[str, list[FileTensor]]:
-    """Return the pieces of every tensor, or raise one error that names all that do not fit."""
+    """Return the pieces of every tensor, or raise one error that names all that do not fit.
+
+    Raises:
+        ValueError: Tensors are missing, too many, or of other shapes.
+
+    Collective: none.
+    """
     tensors = model.state_dict(keep_vars=True)
     found: dict[str, list[FileTensor]] = {}
     missing, mismatched, seen = [], [], set[str]()
     for names in _names_of(model).values():
-        shape = tuple(tensors[names[0]].shape)
+        shape = tuple(getattr(tensors[names[0]], "ds_shape", tensors[names[0]].shape))
         whole = next((name for name in names if name in files), None)
         wanted = [(whole, shape)] if whole else layout.pieces(names[0], shape)
         for name, expected in wanted:

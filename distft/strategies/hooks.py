@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from distft.checkpoint.folder import Manifest
     from distft.checkpoint.weights import Weights
+    from distft.checkpoint.whole_run import WholeRun
     from distft.formulas import MemoryReport, TrafficReport
     from distft.spec import ModelSpec, Workload
 
@@ -103,6 +104,13 @@ class StrategyHooks(ABC):
         optimizer: Optimizer,
     ) -> None:
         """Read what `_write_state` of a strategy with the same layout wrote."""
+
+    def _place_run(self, model: nn.Module, optimizer: Optimizer, run: WholeRun) -> None:
+        """Put another tool's run in its places; the default knows plain tensors and DTensors."""
+        from distft.checkpoint.whole_run import place_run
+
+        self._after_forward(model)
+        place_run(model, optimizer, run)
 
     def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
         """Split layers in place, before adapters go on them; default nothing."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from distft.checkpoint.folder import Manifest
     from distft.checkpoint.weights import Weights
+    from distft.checkpoint.whole_run import WholeRun
     from distft.spec import ModelSpec, Workload
 
 # The folder inside ``deepspeed/`` that its engine calls a tag.
@@ -217,6 +218,11 @@ class ZeRO(Strategy):
             raise ValueError(
                 f"DeepSpeed found no state of {self!r} in {folder}. Use another checkpoint."
             )
+
+    def _place_run(self, model: Any, optimizer: Optimizer, run: WholeRun) -> None:
+        from distft.strategies.partitions import place_run
+
+        place_run(model, run)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         return zero_memory(

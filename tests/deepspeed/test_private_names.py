@@ -60,3 +60,17 @@ def test_both_optimizers_have_the_partitions_whose_groups_an_adagrad_gets_back()
     ):
         source = inspect.getsource(module)
         assert all(f"self.{name}" in source for name in names)
+
+
+def test_both_optimizers_say_where_a_parameter_lies_in_their_partitions():
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from deepspeed.utils.tensor_fragment import tensor_fragment
+
+    for module, names in (
+        (stage3, ("grad_position", "get_param_id", "_get_param_partition_rank")),
+        (stage_1_and_2, ("bit16_groups", "_hp_optimizer_states_linked", "compute_grad_norm")),
+    ):
+        source = inspect.getsource(module)
+        assert all(f"self.{name}" in source for name in (*names, "clip_grad"))
+    fields = inspect.signature(tensor_fragment).parameters
+    assert {"hp_fragment_address", "lp_fragment_address"} <= set(fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,12 @@ def test_heads_norms_still_sum_their_gradient_after_each_backward_pass_upstream(
     """Their sum over a window counts its first micro-steps twice, so ours is in the graph."""
     style = names.require_styles()[names.NORM]
     assert "register_post_accumulate_grad_hook" in inspect.getsource(type(style))
+
+
+def test_trainer_names_the_parameters_with_weight_decay_without_being_built():
+    from torch import nn
+    from transformers import Trainer
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    rule: Any = Trainer.get_decay_parameter_names
+    assert rule(None, model) == ["0.weight"]

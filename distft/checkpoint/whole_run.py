@@ -1,0 +1,135 @@
+"""A run of another tool, tensor by tensor, put where a strategy holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distft.checkpoint.dcp import named_tensors, set_optimizer_state
+from distft.checkpoint.placement import held_blocks, narrow
+from distft.training.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+# How an optimizer computes, not what: a run here keeps its own.
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# What is in a group beside the settings of its optimizer.
+ADDED = frozenset({"params", "param_names", "initial_lr"})
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of an optimizer's state: its shape, its dtype, and how to read it whole."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What another tool saved, of which one tensor at a time is read.
+
+    Attributes:
+        folder: Where it is, for errors.
+        weights: Names of the model's tensors that are there.
+        read_weight: From such a name to the whole tensor.
+        states: For each parameter the tensors and plain values of the optimizer's state.
+        groups: Settings of the optimizer's groups, with ``param_names``.
+    """
+
+    folder: Path
+    weights: Sequence[str]
+    read_weight: Callable[[str], Tensor]
+    states: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+
+
+def full_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor before any sharding.
+
+    Collective: none.
+    """
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def check_run(run: WholeRun, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise where the state in a folder is not of this model and this optimizer.
+
+    Raises:
+        ValueError: Parameters, shapes, or the settings of the optimizer differ.
+
+    Collective: none.
+    """
+    shapes = {name: full_shape(p) for name, p in unwrap(model).named_parameters()}
+    mine = [name for group in optimizer.param_groups for name in group["param_names"]]
+    saved = [name for group in run.groups for name in group["param_names"]]
+    # A frozen parameter may be in a group, and has no state.
+    different = sorted(name for name in mine if name not in saved)
+    different += sorted(name for name in run.states if name not in mine)
+    if different:
+        raise ValueError(
+            f"{run.folder} has an optimizer of {len(saved)} parameters, {len(run.states)} of them "
+            f"with state, and this run trains {len(mine)}: {different[0]} is one of "
+            f"{len(different)} in one of the two only. Freeze the same ones before apply()."
+        )
+    for name, state in run.states.items():
+        for key, value in state.items():
+            if isinstance(value, StateTensor) and value.shape not in ((), (1,), shapes[name]):
+                raise ValueError(
+                    f"{run.folder} holds {key} of {name} in the shape {value.shape}, and the "
+                    f"parameter has {shapes[name]} here. Build the model of that run."
+                )
+    here = set(optimizer.param_groups[0]) - ADDED - IMPLEMENTATION
+    there = set(run.groups[0]) - ADDED - IMPLEMENTATION
+    if here != there:
+        raise ValueError(
+            f"{run.folder} holds an optimizer with {len(there)} settings {sorted(there)}, and this "
+            f"run's has {len(here)}, {sorted(here)}. Pass the class of that run to apply()."
+        )
+
+
+def place_run(model: nn.Module, optimizer: Optimizer, run: WholeRun) -> None:
+    """Put weights and optimizer state into plain parameters and DTensors.
+
+    Collective: none.
+    """
+    import torch
+
+    tensors = named_tensors(model)
+    with torch.no_grad():
+        for name in run.weights:
+            _copy(run.read_weight(name), tensors[name].detach())
+        parameters = dict(unwrap(model).named_parameters())
+        states = {
+            name: {key: _like(value, parameters[name].detach()) for key, value in state.items()}
+            for name, state in run.states.items()
+        }
+    set_optimizer_state(optimizer, parameters, states)
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """Return a state value laid out as its parameter is."""
+    import torch
+
+    if not isinstance(value, StateTensor):
+        return value
+    if value.shape != tuple(parameter.shape):
+        return value.read().clone()
+    made = torch.zeros_like(parameter, dtype=value.dtype)
+    _copy(value.read(), made)
+    return made
+
+
+def _copy(whole: Tensor, target: Any) -> None:
+    """Copy a whole tensor into a plain one, or this rank's part of it into a DTensor."""
+    if not hasattr(target, "device_mesh"):
+        target.copy_(whole)
+        return
+    part = target.to_local()
+    for block in held_blocks(target):
+        narrow(part, block.local, block.size).copy_(narrow(whole, block.start, block.size))
