@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.pickles import look_inside, refuse_code
+from distft.checkpoint.whole_run import ADDED
 from distft.process_group import group_size, together
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# What schedulers and we add to a group; an optimizer's own settings are what remains.
-_ADDED = {"params", "param_names", "initial_lr"}
 
 
 def take_over(
@@ -120,7 +119,7 @@ def _check_optimizer(folder: Path, optimizer: Optimizer) -> None:
     inner: Mapping[str, Any] = state["optimizer_state_dict"]
     base = inner.get("base_optimizer_state") or inner.get("optimizer_state_dict") or {}
     groups = base.get("param_groups") or [{}]
-    saved, mine = set(groups[0]) - _ADDED, set(optimizer.param_groups[0]) - _ADDED
+    saved, mine = set(groups[0]) - ADDED, set(optimizer.param_groups[0]) - ADDED
     if saved != mine:
         raise ValueError(
             f"{folder} holds an optimizer with {len(saved)} settings {sorted(saved)}, and this "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # How an optimizer computes, not what: a run here keeps its own.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # What is in a group beside the settings of its optimizer.
-ADDED = frozenset({"params", "param_names", "initial_lr"})
+ADDED = frozenset({"params", "param_names", "initial_lr", "max_grad_norm"})
 
 
 @dataclass(frozen=True)
