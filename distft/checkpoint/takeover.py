@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-
 def take_over(
     folder: Path, stage: int, num_ranks: int | None, model: Any, optimizer: Optimizer
 ) -> None:
