@@ -113,8 +113,11 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_what_was_searched(pools, t
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     paths = [tmp_path / name for name in ("never", "empty", "file", "published")]
-    texts = refused(pools, FSDP2(), [Call("load", path) for path in paths])
-    for path, text in zip(paths, texts, strict=True):
+    *texts, last = refused(pools, FSDP2(), [Call("load", path) for path in paths])
+    assert f"{published} is a llama model for from_pretrained, and its optimizer is missing" in last
+    with pytest.raises(ValueError, match=r"No checkpoint at .*searched it for distft\.json"):
+        distft.consolidate(published, tmp_path / "out")
+    for path, text in zip(paths[:3], texts, strict=True):
         assert f"No checkpoint at {path}: searched it for distft.json" in text
         assert "Pass a folder that Strategy.save returned" in text
         with pytest.raises(ValueError, match=r"No checkpoint at .*searched it for distft\.json"):
