@@ -157,18 +157,20 @@ class ModelSpec:
         """Sharding units: the blocks in order, then the rest of the model."""
         return self._units
 
-    def module_visits(self, activation_checkpointing: bool = False) -> tuple[Visit, ...]:
+    def module_visits(
+        self, activation_checkpointing: bool = False, whole_blocks: bool = False
+    ) -> tuple[Visit, ...]:
         """Return the modules in the order of work, forward and then backward.
 
         A visit holds the indices in `tensors` of a module's own parameters, none for a module of
         modules. Inside a decoder layer the order is that of the architectures `from_config`
         knows; other modules work in the order of registration. The backward pass is the reverse,
         outer modules still before inner ones; with activation checkpointing each block runs
-        forward again in it.
+        forward again in it. With ``whole_blocks`` a block is one module, as where it is compiled.
 
         Collective: none.
         """
-        return module_visits(self.tensors, self.ties, activation_checkpointing)
+        return module_visits(self.tensors, self.ties, activation_checkpointing, whole_blocks)
 
     @cached_property
     def total_params(self) -> int:

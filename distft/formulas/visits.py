@@ -55,6 +55,8 @@ class _Module:
     path: str
     own: list[int] = field(default_factory=list)
     children: dict[str, _Module] = field(default_factory=dict)
+    # Gathered at once with all below it since it is compiled.
+    is_whole: bool = False
     # Whether the input and the output have gradients: the backward pass comes by only then.
     grad_in: bool = True
     grad_out: bool = True
@@ -74,7 +76,7 @@ class _Module:
     @property
     def is_leaf(self) -> bool:
         """Whether it is gathered at once with all that is below it."""
-        return set(self.children) == _LEAF
+        return self.is_whole or set(self.children) == _LEAF
 
     def child(self, name: str) -> _Module:
         path = f"{self.path}.{name}" if self.path else name
@@ -125,7 +127,10 @@ class _Module:
 
 
 def module_visits(
-    tensors: Sequence[Named], ties: Sequence[tuple[str, str]], activation_checkpointing: bool
+    tensors: Sequence[Named],
+    ties: Sequence[tuple[str, str]],
+    activation_checkpointing: bool,
+    whole_blocks: bool = False,
 ) -> tuple[Visit, ...]:
     """Return the modules in the order of work, forward and then backward.
 
@@ -133,14 +138,16 @@ def module_visits(
     """
     root = _Module("")
     index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
+    units = {tensor.unit for tensor in tensors} - {""}
     uses = list(index_of.items()) + [(other, index_of[name]) for other, name in ties]
     for name, index in uses:
         module = root
         for part in name.split(".")[:-1]:
             module = module.child(part)
+            module.is_whole = whole_blocks and module.path in units
         module.own.append(index)
     root.flow(False, {index for index, tensor in enumerate(tensors) if tensor.trainable})
-    blocks = {tensor.unit for tensor in tensors} - {""} if activation_checkpointing else set()
+    blocks = units if activation_checkpointing else set()
     return (*_forward(root), *_backward(root, blocks))
 
 

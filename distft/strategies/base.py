@@ -19,6 +19,7 @@ from distft.process_group import (
     together,
 )
 from distft.spec import expert_numbers
+from distft.strategies.blocks import check_compiler, compile_blocks
 from distft.strategies.guards import (
     check_applied,
     check_loaded,
@@ -78,7 +79,8 @@ class Strategy(StrategyHooks):
         activation_checkpointing: Recompute each block in the backward pass instead of keeping its
             activations; dropout draws the same mask again.
         offload: Reserved for host memory; only None for now.
-        compile: Reserved for torch.compile; only None for now.
+        compile: ``"block"`` runs torch.compile on each transformer block, which fuses its small
+            operations and costs the time to compile in the first steps; ``generate`` runs without.
     """
 
     precision: str = "fp32"
@@ -94,12 +96,12 @@ class Strategy(StrategyHooks):
                 f"{len(PRECISIONS)} precisions {', '.join(PRECISIONS)}. "
                 "Use bf16-mixed in place of fp16."
             )
-        for field in ("offload", "compile"):
+        for field, known in (("offload", (None,)), ("compile", (None, "block"))):
             value = getattr(self, field)
-            if value is not None:
+            if value not in known:
                 raise ValueError(
                     f"{type(self).__name__}({field}={value!r}): this version supports only "
-                    f"{field}=None. Leave it out."
+                    f"{' and '.join(map(repr, known))}. Leave it out."
                 )
         self._check_fields()
 
@@ -178,6 +180,8 @@ class Strategy(StrategyHooks):
         if not loaded:
             check_undistributed(model)
         check_factory(optimizer)
+        if self.compile is not None:
+            check_compiler()
         check_same_model(model)
         if mesh.dp_shard > 1:
             check_shapes(self, model)
@@ -195,6 +199,8 @@ class Strategy(StrategyHooks):
         groups, bounds = take_bounds(name_groups(model, param_groups))
         if self.activation_checkpointing:
             enable_checkpointing(model)
+        if self.compile is not None:
+            compile_blocks(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
         mark_applied(self, wrapped, built)
         keep_bounds(wrapped, bounds)

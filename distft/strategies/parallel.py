@@ -32,6 +32,11 @@ class Parallel(Sharded):
     plan: Mapping[str, str] | None = None
 
     def _check_fields(self) -> None:
+        if self.compile is not None:
+            raise ValueError(
+                f"{type(self).__name__}(compile={self.compile!r}): blocks split over tp or ep are "
+                "not compiled in this version. Leave it out, or use FSDP2, HSDP, DDP or ZeRO."
+            )
         if self.plan is not None:
             wrong = not isinstance(self.plan, Mapping) or not all(
                 isinstance(part, str) for rule in self.plan.items() for part in rule

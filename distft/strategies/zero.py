@@ -17,6 +17,7 @@ from distft.checkpoint.pickles import refuse_code
 from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memory, zero_traffic
 from distft.mesh import Mesh
 from distft.process_group import group_rank, local_device
+from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.training.clip import GradientShards, bounds_of
@@ -93,6 +94,10 @@ class ZeRO(Strategy):
         copy_from_rank0(list(model.buffers()))
         if self.precision != "fp32":
             cast_inputs(model)
+        if self.stage == 3 and self.compile is not None:
+            # Gathered and freed as one, outside of the graph.
+            for path in sharding_units(model):
+                deepspeed.utils.set_z3_leaf_module(model.get_submodule(path), True)
         with engine.one_zero_optimizer(deepspeed.DeepSpeedEngine):
             made, _, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=self._config(), dist_init_required=False
@@ -241,7 +246,7 @@ class ZeRO(Strategy):
             self.stage,
             self.precision,
             load.grad_accum,
-            spec.module_visits(self.activation_checkpointing),
+            spec.module_visits(self.activation_checkpointing, self.compile is not None),
             self._fetch_limits(),
         )
 

@@ -45,13 +45,13 @@ def run_generation(
     # that learn positions, and knows nothing of a rank that raised.
     keywords = {**to_device(inputs, local_device()), "synced_gpus": False}
     if not gathers:
-        with evaluating(model):
+        with evaluating(model), _without_compiling():
             return inner.generate(**keywords)
     _check_decoder(inner)
     check_same_rows([inputs], copies, "generate")
     error: BaseException | None = None
     output = keywords.get("input_ids", keywords.get("inputs"))
-    with evaluating(model), torch.no_grad(), _announced(inner) as idle:
+    with evaluating(model), _without_compiling(), torch.no_grad(), _announced(inner) as idle:
         try:
             # A rank without a prompt only helps the others.
             if output is None or len(output):
@@ -61,6 +61,16 @@ def run_generation(
         idle()
     raise_together(error)
     return output
+
+
+def _without_compiling() -> Any:
+    """Run compiled blocks as they were written: each length of a prompt would be a graph more.
+
+    Collective: none.
+    """
+    import torch
+
+    return torch.compiler.set_stance("force_eager")
 
 
 def _check_decoder(inner: Any) -> None:

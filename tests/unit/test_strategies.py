@@ -49,10 +49,15 @@ def test_fp16_is_refused_with_the_way_out():
         DDP(precision="fp16")
 
 
-@pytest.mark.parametrize("field", ["offload", "compile"])
-def test_a_field_that_would_be_ignored_is_refused(field):
-    with pytest.raises(ValueError, match=f"{field}='block'"):
-        FSDP2(**{field: "block"})
+@pytest.mark.parametrize(("field", "value"), [("offload", "block"), ("compile", "model")])
+def test_a_field_that_would_be_ignored_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}='{value}'"):
+        FSDP2(**{field: value})
+
+
+def test_a_block_split_over_ranks_is_not_compiled():
+    with pytest.raises(ValueError, match=r"TP\(compile='block'\)"):
+        distft.TP(compile="block")
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])
