@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 
 from distft.strategies.blocks import is_compiled
@@ -21,6 +22,8 @@ def test_compile_takes_a_limit_of_graphs():
     assert "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
+# torch's own compiler imports a part of torch that is deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_a_compiled_module_and_a_compiled_forward_are_known():
     plain, by_method, in_place = (torch.nn.Linear(2, 2) for _ in range(3))
     by_method.forward = torch.compile(by_method.forward)
