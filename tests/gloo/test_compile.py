@@ -57,7 +57,18 @@ def test_compiled_blocks_train_as_one_process(pools, strategy, ranks):
         assert graphs == 1
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), PARAMS)
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        pytest.param(
+            strategy,
+            ranks,
+            id=f"{strategy}@{ranks}",
+            marks=[] if (strategy.name, ranks) == ("fsdp2", 2) else [pytest.mark.slow],
+        )
+        for strategy, ranks in WORLDS
+    ],
+)
 def test_recomputed_compiled_blocks_draw_the_same_dropout(pools, strategy, ranks):
     training = Training("L", 3, 2 * ranks, 0.1, changes=DROPOUT)
     checkpointed = dataclasses.replace(strategy, activation_checkpointing=True)
@@ -89,7 +100,13 @@ def uses(strategy: Any, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [DDP(compile="block"), ZeRO3(compile="block"), FSDP2(compile="block")], ids=repr
+    "strategy",
+    [
+        pytest.param(DDP(compile="block"), marks=pytest.mark.slow),
+        pytest.param(ZeRO3(compile="block"), marks=pytest.mark.slow),
+        FSDP2(compile="block"),
+    ],
+    ids=repr,
 )
 def test_a_compiled_model_evaluates_generates_saves_and_loads(pools, strategy, tmp_path):
     for found in pools(2).run(uses, strategy, str(tmp_path / "saved")):
@@ -121,8 +138,8 @@ def costs(strategy: Any) -> tuple[list[int], float, int]:
     "strategy",
     [
         ZeRO3(compile="block"),
-        ZeRO3(compile="block", prefetch_bucket_size=0),
-        ZeRO3(compile="block", activation_checkpointing=True),
+        pytest.param(ZeRO3(compile="block", prefetch_bucket_size=0), marks=pytest.mark.slow),
+        pytest.param(ZeRO3(compile="block", activation_checkpointing=True), marks=pytest.mark.slow),
         ZeRO3(compile="block", activation_checkpointing=True, prefetch_bucket_size=0),
         FSDP2(compile="block"),
     ],
