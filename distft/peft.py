@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,16 +42,23 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if is_peft(model) else model
 
 
-def attach_adapters(model: nn.Module, peft_config: Any, seed: int) -> nn.Module:
+def attach_adapters(
+    model: nn.Module,
+    peft_config: Any,
+    seed: int,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
     """Return a PEFT model around ``model``, its base frozen and its adapters drawn from ``seed``.
 
     Values are drawn for each whole tensor by `draw_adapter`, so they are the same however the
-    model is spread afterwards.
+    model is spread.
 
     Args:
         model: A model that is not sharded; its linear layers are replaced in place.
         peft_config: A ``peft.LoraConfig``.
         seed: Seed of the run.
+        prepare: Called on the PEFT model before values are drawn, to give every factor the shape
+            of the whole where the model's layers are split already.
 
     Raises:
         ValueError: The config is none of LoRA, the model has adapters already, or the config names
@@ -78,6 +85,8 @@ def attach_adapters(model: nn.Module, peft_config: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
         made: nn.Module = get_peft_model(model, copy.deepcopy(peft_config))
+    if prepare is not None:
+        prepare(made)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             drawn = draw_adapter(name, parameter.shape, peft_config.init_lora_weights, seed)

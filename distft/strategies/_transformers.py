@@ -21,6 +21,8 @@ Plan = dict[str, str]
 
 DISPATCH, EXPERTS, NORM = "ep_dispatch_experts", "grouped_gemm", "replicated_with_grad_allreduce"
 EXPERT_STYLES = (DISPATCH, EXPERTS)
+# Between layers of these two styles activations are split.
+HALVES = ("colwise", "rowwise")
 # Layouts of the part of a packed tensor: gate and up are split alike, each in itself.
 PACKED = ("packed_colwise", "packed_rowwise")
 
@@ -176,12 +178,9 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     for name, style in plan.items():
         if name in modules:
             module = modules[name]
-            if style == NORM:
-                _sum_gradients_in_backward(module, mesh)
-            else:
-                if style == "mla_kv_a_proj":
-                    module.config = model.config.get_text_config()  # type: ignore[union-attr,operator]
-                styles[style].install_forward(module, mesh)
+            if style == "mla_kv_a_proj":
+                module.config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+            fit_forward(module, style, mesh, mesh)
 
 
 def split_experts(model: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, plan: Plan) -> None:
@@ -199,7 +198,31 @@ def split_experts(model: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, pl
         _own_memory(modules[path], parameter)
     for name, style in plan.items():
         if name in modules:
-            styles[style].install_forward(modules[name], ep_mesh=ep_mesh, tp_mesh=tp_mesh)
+            fit_forward(modules[name], style, tp_mesh, ep_mesh)
+
+
+def fit_forward(module: nn.Module, style: str, tp_mesh: DeviceMesh, ep_mesh: DeviceMesh) -> None:
+    """Make the forward pass of a module fit its split parameters, as a style says.
+
+    Collective: none.
+    """
+    if style == NORM:
+        _sum_gradients_in_backward(module, tp_mesh)
+    elif style == DISPATCH:
+        require_styles()[style].install_forward(module, ep_mesh=ep_mesh, tp_mesh=tp_mesh)
+    else:
+        require_styles()[style].install_forward(module, tp_mesh)
+
+
+def split_factor(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """Split the parameters of a linear layer, which are whole, and fit its forward pass.
+
+    Collective: none.
+    """
+    for name in list(module._parameters):
+        require_styles()[style].shard_param(module, name, mesh)
+        _own_memory(module, name)
+    fit_forward(module, style, mesh, mesh)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.mesh import Mesh
-from distft.peft import attach_adapters
 from distft.process_group import (
     base_seed,
     group_rank,
@@ -165,7 +164,7 @@ class Strategy(StrategyHooks):
                 A group with ``max_grad_norm`` is clipped to that norm of its own gradient.
             peft_config: A ``peft.LoraConfig``: adapters are attached, then the model is sharded,
                 then the optimizer is built. Only adapters and ``modules_to_save`` train. A PEFT
-                model is taken as it is.
+                model is taken as it is, but not where layers or experts are split first.
 
         Raises:
             ValueError: The model is distributed already or on the meta device, ranks do not
@@ -193,7 +192,7 @@ class Strategy(StrategyHooks):
             self._split_modules(model, mesh)
             param_groups = follow_parameters(param_groups, before, model)
         if peft_config is not None:
-            model = attach_adapters(model, peft_config, base_seed())
+            model = self._attach_adapters(model, peft_config)
             check_same_model(model)
             cast_parameters(model, dtype)
         groups, bounds = take_bounds(name_groups(model, param_groups))

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distft.mesh import Mesh
+from distft.peft import attach_adapters
+from distft.process_group import base_seed
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup
 
@@ -114,6 +116,10 @@ class StrategyHooks(ABC):
 
     def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
         """Split layers in place, before adapters go on them; default nothing."""
+
+    def _attach_adapters(self, model: nn.Module, peft_config: Any) -> nn.Module:
+        """Return a PEFT model around a model that `_split_modules` has left whole or split."""
+        return attach_adapters(model, peft_config, base_seed())
 
     def _check_fields(self) -> None:
         """Raise ValueError where a field of this strategy is wrong; the default has no more."""

@@ -20,10 +20,13 @@ from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.peft import base_model
 from distft.process_group import local_device
 from distft.spec import sharding_units
+from distft.strategies._transformers import HALVES
+from distft.strategies.adapters import attach_to_split, check_plain
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.strategies.split import split_layers, split_of
 from distft.training.clip import GradientShards, bounds_of
+from distft.training.dropout_streams import split_streams
 from distft.training.layouts import layout, step_by_layout
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
@@ -50,9 +53,16 @@ class Sharded(Strategy):
     def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
         if mesh.tp == mesh.ep == 1:
             return
+        check_plain(repr(self), model)
         model.to(local_device())
         copy_from_rank0([*model.parameters(), *model.buffers()])
         split_layers(repr(self), model, mesh, self._rules(), local_device().type)
+
+    def _attach_adapters(self, model: nn.Module, peft_config: Any) -> nn.Module:
+        split = split_of(model)
+        if split is None:
+            return super()._attach_adapters(model, peft_config)
+        return attach_to_split(repr(self), model, split, peft_config, self._weight_dtype())
 
     def _rules(self) -> Mapping[str, str] | None:
         """Return rules that come over the model's own plans."""
@@ -70,6 +80,7 @@ class Sharded(Strategy):
             if split_of(model) is None:
                 copy_from_rank0([*model.parameters(), *model.buffers()])
             self._shard(model, mesh)
+        _separate_dropout(model)
         if self.precision != "fp32":
             cast_inputs(model)
         built = build_optimizer(optimizer, dict(model.named_parameters()), groups)
@@ -310,6 +321,18 @@ class HSDP(Sharded):
             repr(self), num_ranks, dp_replicate=self.dp_replicate, dp_shard=dp_shard
         )
         return Mesh(**axes)
+
+
+def _separate_dropout(model: nn.Module) -> None:
+    """Let dropout on split activations draw other masks on each rank of a tp group."""
+    split = split_of(model)
+    if split is None or split.dense["tp"].size() == 1:
+        return
+    columns, rows = (
+        [path for path, style in split.styles.items() if style == kind] for kind in HALVES
+    )
+    rank = split.dense["tp"].get_local_rank()
+    split_streams(base_model(model), columns, rows, rank, local_device())
 
 
 def _finish_partial_sums(model: Any) -> None:

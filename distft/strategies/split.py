@@ -33,11 +33,13 @@ class Split:
         dense: Mesh of `dp_replicate, dp_shard, tp`.
         expert: Mesh of `dp_replicate, efsdp, ep`.
         expert_modules: Paths of the modules whose experts are spread over `ep`.
+        styles: From the path of every module whose forward pass is fitted to the name of its style.
     """
 
     dense: DeviceMesh
     expert: DeviceMesh
     expert_modules: tuple[str, ...]
+    styles: Mapping[str, str]
 
 
 def split_of(model: Any) -> Split | None:
@@ -77,7 +79,9 @@ def split_layers(
     if experts:
         split_experts(model, expert["ep"], dense["tp"], experts)
     spread = tuple(name for name, style in experts.items() if style == DISPATCH)
-    object.__setattr__(model, _MARK, Split(dense, expert, spread))
+    paths = {path for path, _ in model.named_modules()}
+    styles = {name: style for name, style in (tensors | experts).items() if name in paths}
+    object.__setattr__(model, _MARK, Split(dense, expert, spread, styles))
 
 
 def _check_heads(caller: str, model: nn.Module, tp: int, plan: Plan) -> None:

@@ -97,8 +97,8 @@ def train_alone(training: Training) -> TrainingRecord:
     return TrainingRecord(losses, norms, gradients, weights)
 
 
-def train_under(strategy: Strategy, training: Training) -> TrainingRecord:
-    """Return the record of this rank's training under a strategy.
+def train_under(strategy: Strategy, training: Training, peft_config: Any = None) -> TrainingRecord:
+    """Return the record of this rank's training under a strategy, with adapters where given.
 
     Collective: every rank.
     """
@@ -109,7 +109,9 @@ def train_under(strategy: Strategy, training: Training) -> TrainingRecord:
 
     init(seed=0)
     model, optimizer = strategy.apply(
-        training.build(), partial(torch.optim.AdamW, lr=training.learning_rate)
+        training.build(),
+        partial(torch.optim.AdamW, lr=training.learning_rate),
+        peft_config=peft_config,
     )
     losses: list[float] = []
     norms: list[float] = []
