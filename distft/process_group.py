@@ -119,6 +119,36 @@ def local_device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def check_host_collectives(caller: str) -> None:
+    """Raise where the process group cannot move tensors in host memory.
+
+    Raises:
+        RuntimeError: It has no backend for them, as one of NCCL alone.
+
+    Collective: none.
+    """
+    import torch.distributed as dist
+
+    config = dist.get_backend_config()
+    if not host_backends(config):
+        raise RuntimeError(
+            f"{caller} keeps weights on the host, and the backend {config} has 0 parts that move "
+            "host tensors. Start with distft.init(), or with backend='cpu:gloo,cuda:nccl'."
+        )
+
+
+def host_backends(config: str) -> list[str]:
+    """Return the backends that move host tensors, of a process group's ``device:backend`` pairs.
+
+    >>> host_backends("cpu:gloo,cuda:nccl"), host_backends("cpu:nccl,cuda:nccl")
+    (['gloo'], [])
+
+    Collective: none.
+    """
+    pairs = [pair.partition(":") for pair in config.split(",")]
+    return [name for device, _, name in pairs if device == "cpu" and name not in ("nccl", "xccl")]
+
+
 def group_size(purpose: str) -> int:
     """Return the number of ranks in the process group.
 

@@ -79,6 +79,7 @@ def zero_memory(
     precision: str,
     optimizer: str = "adamw",
     limits: FetchLimits | None = None,
+    offload: str | None = None,
 ) -> MemoryReport:
     """Memory of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3, as it holds it after a backward pass.
 
@@ -86,16 +87,20 @@ def zero_memory(
     gradients, master weights and moments one N-th of it. Stage 3 cuts each parameter into
     `ceil(n / N)` elements. A master copy exists even where weights are fp32. Stage 1 too keeps only
     its part of the reduced gradients; the whole ones, which the paper counts, exist during the
-    backward pass.
+    backward pass. Offload of "optimizer" has master weights, moments and the
+    reduced gradients on the host; "params" (stage 3) the parts of the weights too.
 
-    Source: Rajbhandari et al. 2020 (ZeRO), section 5; DeepSpeed 0.19 `stage_1_and_2.py`,
-    `stage3.py`. Assumes: one parameter group.
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5; Ren et al. 2021 (ZeRO-Offload);
+    DeepSpeed 0.19 `stage_1_and_2.py`, `stage3.py`. Assumes: one parameter group.
 
     Raises:
-        ValueError: The precision or the optimizer is unknown, or no parameter is trainable.
+        ValueError: The precision, the optimizer or the offload is unknown, or no parameter is
+            trainable.
 
     Collective: none.
     """
+    if offload is not None:
+        choice("offload", offload, ("optimizer", "params") if stage == 3 else ("optimizer",))
     sizes = _sizes(precision)
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
     trained = _trained(tensors)
@@ -138,8 +143,22 @@ def zero_memory(
         sizes.gradient,
         moments * sizes.moment + sizes.master,
     )
+    whole = sum(tensor.numel for tensor in _persistent(tensors, limits)) if stage == 3 else 0
+    if offload == "params" and whole:
+        # What persists is whole on the device beside its part on the host.
+        lines[0] = ("weights", "parameters", ALWAYS, (held - whole) * sizes.weight)
+        lines.append(("persistent weights", "parameters", ALWAYS, whole * sizes.weight))
+    on_host: set[str] = set()
+    if offload is not None:
+        on_host = {name for name, *_ in lines if "own part" in name}
+        on_host |= {"step count", "optimizer's temporary (foreach)"}
+    if offload == "params":
+        on_host.add("weights")
     return MemoryReport(
-        tuple(MemoryLine(name, kind, when, (size,) * ranks) for name, kind, when, size in lines),
+        tuple(
+            MemoryLine(name, kind, when, (size,) * ranks, name in on_host)
+            for name, kind, when, size in lines
+        ),
         state + model_state_bytes(frozen, ranks, stage, sizes.weight, 0, 0),
         {1: "P (w + g) + P k / N", 2: "P w + P (g + k) / N", 3: "P (w + g + k) / N"}[stage],
     )
@@ -153,6 +172,7 @@ def zero_traffic(
     grad_accum: int,
     visits: Sequence[Visit] = (),
     limits: FetchLimits | None = None,
+    offload: str | None = None,
 ) -> TrafficReport:
     """Traffic of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3 in its steady state.
 
@@ -171,6 +191,7 @@ def zero_traffic(
         grad_accum: Micro-steps of one step.
         visits: Stage 3: the modules in the order of work, forward and then backward.
         limits: Stage 3: the engine's limits; None is its defaults.
+        offload: What lies on the host; then the engine's own norm is one fp32 number.
 
     Raises:
         ValueError: A count is below 1, the precision is unknown or no parameter is trainable.
@@ -182,6 +203,8 @@ def zero_traffic(
     axis = "dp_shard"
     if stage == 3:
         sent = _stage3_traffic(tensors, ranks, sizes, visits, limits or FetchLimits())
+        # Stage 3 has no switch for its own norm, one fp64 beside ours, or fp32 if offloaded.
+        norm_bytes = 8 if offload is None else 4
     else:
         per = "step" if stage == 1 else "micro_step"
         flat = flat_numel(trained, ranks)
@@ -192,6 +215,11 @@ def zero_traffic(
         if precision != "fp32":
             # DeepSpeed looks for infinities only where the weights are bf16: one byte.
             sent.append(Collective.of("all_reduce", axis, 1, ranks, "step", "overflow flag"))
+        norm_bytes = 0 if offload is None else 4
+    if norm_bytes:
+        sent.append(
+            Collective.of("all_reduce", axis, norm_bytes, ranks, "step", "DeepSpeed's own norm")
+        )
     sent += control_traffic(ranks, ((axis, ranks),))
     return TrafficReport(
         tuple(sent),
@@ -236,8 +264,6 @@ def _stage3_traffic(
                 "all_gather", axis, sum(kept) * sizes.weight, ranks, "step", "persistent parameters"
             )
         )
-    # Stage 3 has no switch for its own norm, one fp64 beside ours.
-    sent.append(Collective.of("all_reduce", axis, 8, ranks, "step", "DeepSpeed's own norm"))
     return sent
 
 

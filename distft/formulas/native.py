@@ -7,7 +7,7 @@ the size of the first, since a collective moves equal parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distft.formulas._numbers import choice, exact
 from distft.formulas.memory import chunk_rows, model_state_bytes
@@ -71,17 +71,19 @@ def sharded_memory(
     optimizer: str = "adamw",
     reshard_after_forward: bool = True,
     defer_reduce: bool = False,
+    offload: str | None = None,
 ) -> MemoryReport:
     """Memory of `fully_shard`: every tensor is cut along its first dimension over `dp_shard`.
 
     Rank r holds `ceil(d0 / N)` rows, the last ranks fewer or none. Buffers: the unit at work and
     the one fetched ahead in the forward pass; in the backward pass also a whole gradient and the
     input of its reduce-scatter. `defer_reduce` keeps whole gradients until the last micro-step.
+    Offload of "params" has shards, gradients and moments on the host, and updates them there.
 
     Source: Zhao et al. 2023 (FSDP), section 3; torch 2.13 `_fully_shard`.
 
     Raises:
-        ValueError: A degree is below 1, or the precision or the optimizer is unknown.
+        ValueError: A degree is below 1, or the offload, the precision or the optimizer is unknown.
 
     Collective: none.
     """
@@ -103,7 +105,16 @@ def sharded_memory(
             ("whole gradients until the last micro-step", ("backward",), whole * sizes.reduced)
         )
     shards = [Shards.of((tensor for unit in units for tensor in unit.tensors), dp_shard)]
-    return _report(shards * dp_replicate, dp_shard, precision, optimizer, 3, buffers)
+    report = _report(shards * dp_replicate, dp_shard, precision, optimizer, 3, buffers)
+    if offload is None:
+        return report
+    choice("offload", offload, ("params",))
+    temporary = "optimizer's temporary (foreach)"
+    lines = [
+        replace(line, on_host=line.kind != "buffer" or line.name == temporary)
+        for line in report.lines
+    ]
+    return replace(report, lines=tuple(lines))
 
 
 @dataclass(frozen=True)

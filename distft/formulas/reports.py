@@ -52,12 +52,14 @@ class MemoryLine:
         kind: "parameters", "gradients" or "optimizer" (model state), or "buffer".
         phases: Phases of a step in which it is held.
         per_rank: Bytes on each rank.
+        on_host: Whether it lies in host memory, offloaded, and not on the device.
     """
 
     name: str
     kind: str
     phases: tuple[str, ...]
     per_rank: tuple[int, ...]
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         choice("kind", self.kind, ("parameters", "gradients", "optimizer", "buffer"))
@@ -79,11 +81,11 @@ class MemoryLine:
 class MemoryReport:
     """Bytes that each rank holds: model state to the byte, buffers as upper estimates.
 
-    Activations and logits are not in it.
+    Activations and logits are not in it. Bytes are the device's, but for what `host` names.
 
     Args:
         lines: What is held, when, on which rank.
-        paper_bytes: Model state of one rank by the paper, even shards.
+        paper_bytes: Model state of one rank by the paper, even shards, host and device together.
         paper: The paper's formula, in words.
     """
 
@@ -98,8 +100,25 @@ class MemoryReport:
 
     @property
     def per_rank(self) -> tuple[int, ...]:
-        """Bytes of model state (parameters, gradients, optimizer) on each rank."""
-        return _sum_ranks(line for line in self.lines if line.kind != "buffer")
+        """Bytes of model state (parameters, gradients, optimizer) on each rank's device."""
+        return self._sum(line for line in self._on_device if line.kind != "buffer")
+
+    @property
+    def host_per_rank(self) -> tuple[int, ...]:
+        """Bytes of model state that each rank holds in host memory, offloaded."""
+        return self._sum(line for line in self.lines if line.on_host and line.kind != "buffer")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of model state in host memory, of the rank that holds most."""
+        return max(self.host_per_rank)
+
+    @property
+    def _on_device(self) -> list[MemoryLine]:
+        return [line for line in self.lines if not line.on_host]
+
+    def _sum(self, lines: Iterable[MemoryLine]) -> tuple[int, ...]:
+        return _sum_ranks(lines) or (0,) * self.num_ranks
 
     @property
     def model_state_bytes(self) -> int:
@@ -118,25 +137,30 @@ class MemoryReport:
             ValueError: The phase does not exist.
         """
         choice("phase", phase, PHASES)
-        held = [line for line in self.lines if phase in line.phases]
-        return max(_sum_ranks(held)) if held else 0
+        return max(self._sum(line for line in self._on_device if phase in line.phases))
 
     def kind_bytes(self, kind: str) -> tuple[int, ...]:
-        """Return the bytes of one kind of line on each rank."""
-        held = [line for line in self.lines if line.kind == kind]
-        return _sum_ranks(held) if held else (0,) * self.num_ranks
+        """Return the bytes of one kind of line on each rank's device."""
+        return self._sum(line for line in self._on_device if line.kind == kind)
 
     def __str__(self) -> str:
         """Table of the lines, the heaviest rank of each."""
         rows = [
-            (line.phase, line.name, _grouped(line.num_bytes), _grouped(min(line.per_rank)))
+            (
+                line.phase,
+                f"{line.name} (host)" if line.on_host else line.name,
+                _grouped(line.num_bytes),
+                _grouped(min(line.per_rank)),
+            )
             for line in self.lines
         ]
+        host = f"on the host: {_grouped(self.host_bytes)} bytes of model state on the heaviest rank"
         head = ("phase", "held", "bytes, heaviest rank", "lightest")
         return "\n".join(
             (
                 table(head, rows),
                 f"model state: {_grouped(self.model_state_bytes)} bytes on the heaviest rank",
+                *([host] if self.host_bytes else []),
                 f"by the paper: {_grouped(self.paper_bytes)} bytes, {self.paper}",
                 f"peak without activations: {_grouped(self.peak_bytes)} bytes",
             )

@@ -77,6 +77,8 @@ def _gradient_tensors(model: Any) -> list[Any]:
     if not is_engine(model):
         return whole
     averaged = model.optimizer.averaged_gradients.values()
+    # Offloaded, they are on the host, each on its master partition.
+    whole += [partition.grad for partition in _master_tensors(model)]
     # Stage 1 in mixed precision accumulates in fp32 beside the parameter.
     whole += [getattr(p, "grad_accum", None) for p in unwrap(model).parameters()]
     return [*whole, *[tensor for group in averaged if group for tensor in group]]

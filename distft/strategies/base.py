@@ -22,6 +22,7 @@ from distft.strategies.blocks import check_compiler, compile_blocks
 from distft.strategies.guards import (
     check_applied,
     check_loaded,
+    check_offload,
     check_same_model,
     check_shapes,
     check_undistributed,
@@ -77,7 +78,8 @@ class Strategy(StrategyHooks):
             the parts here do not share, and is refused.
         activation_checkpointing: Recompute each block in the backward pass instead of keeping its
             activations; dropout draws the same mask again.
-        offload: Reserved for host memory; only None for now.
+        offload: What lies in host memory: ``"optimizer"`` (moments and master weights) or
+            ``"params"`` (all model state); which a strategy has, `offloads` says.
         compile: ``"block"`` runs torch.compile on each transformer block, which fuses its small
             operations and costs the time to compile in the first steps; ``generate`` runs without.
     """
@@ -95,13 +97,12 @@ class Strategy(StrategyHooks):
                 f"{len(PRECISIONS)} precisions {', '.join(PRECISIONS)}. "
                 "Use bf16-mixed in place of fp16."
             )
-        for field, known in (("offload", (None,)), ("compile", (None, "block"))):
-            value = getattr(self, field)
-            if value not in known:
-                raise ValueError(
-                    f"{type(self).__name__}({field}={value!r}): this version supports only "
-                    f"{' and '.join(map(repr, known))}. Leave it out."
-                )
+        check_offload(self)
+        if self.compile not in (None, "block"):
+            raise ValueError(
+                f"{type(self).__name__}(compile={self.compile!r}): this version supports only "
+                "None and 'block'. Leave it out."
+            )
         self._check_fields()
 
     def __repr__(self) -> str:

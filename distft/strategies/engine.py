@@ -66,6 +66,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             zero.micro_step_id = 0
             # It replaces only what the first micro-step of a window has a gradient for.
             zero.grad_partitions_flat_buffer.zero_()
+        # A parameter without a gradient in the next window would keep this one's on the host.
+        for partition in host_partitions(self.engine):
+            if partition.grad is not None:
+                partition.grad.zero_()
         zero._epilogue_ran_this_backward = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,6 +79,25 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state of this rank's partitions."""
         self.inner.load_state_dict(state_dict)
+
+
+def master_partitions(engine: Any) -> list[torch.Tensor]:
+    """Return this rank's flat partitions of master weights, which the torch optimizer updates.
+
+    Collective: none.
+    """
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return list(zero.fp32_partitioned_groups_flat)
+    return list(zero.single_partition_of_fp32_groups)
+
+
+def host_partitions(engine: Any) -> list[torch.Tensor]:
+    """Return the master partitions where they are offloaded, their gradients on them; else none.
+
+    Collective: none.
+    """
+    return master_partitions(engine) if engine.zero_use_cpu_optimizer() else []
 
 
 @contextmanager
@@ -127,17 +150,21 @@ def keep_groups(zero: Any, client: torch.optim.Optimizer) -> None:
         zero._param_slice_mappings = zero._create_param_mapping()
 
 
-def gradients_by_group(zero: Any, num_groups: int) -> dict[int | None, list[torch.Tensor]]:
+def gradients_by_group(engine: Any, num_groups: int) -> dict[int | None, list[torch.Tensor]]:
     """Return this rank's reduced gradients by parameter group; all under None for 0 groups.
 
     Stages 1 and 2 keep them by group, stage 3 by sub-group. A group of which this rank has no
-    part is there, and empty.
+    part is there, and empty. Offloaded, each is the gradient of the master partition on the host.
 
     Collective: none.
     """
     found: dict[int | None, list[torch.Tensor]] = {i: [] for i in range(num_groups)} or {None: []}
+    zero, host = engine.optimizer, host_partitions(engine)
     group_of = getattr(zero, "sub_group_to_group_id", {})
-    for index, tensors in zero.averaged_gradients.items():
+    held: dict[int, Any] = zero.averaged_gradients
+    if host:
+        held = {i: [p.grad] for i, p in enumerate(host) if p.grad is not None}
+    for index, tensors in held.items():
         found[group_of.get(index, index) if num_groups else None] += tensors or []
     return found
 

@@ -235,3 +235,35 @@ def enable_checkpointing(model: nn.Module) -> None:
         )
     # The non-reentrant form keeps names, hooks and the dropout's random state.
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+# Which strategies have which kind of offload; tests compare it with the classes.
+OFFLOADS = {
+    "optimizer": "ZeRO1, ZeRO2 and ZeRO3",
+    "params": "ZeRO3, FSDP2 and HSDP",
+}
+
+
+def check_offload(strategy: Any) -> None:
+    """Raise where a strategy does not have the offload that it was given.
+
+    Raises:
+        ValueError: It has none or others; the text names what it has, and who has this one.
+    """
+    kind, has = strategy.offload, type(strategy).offloads
+    if kind is None or kind in has:
+        return
+    name = type(strategy).__name__
+    mine = " and ".join(repr(each) for each in has) or "no offload"
+    if kind in OFFLOADS:
+        way_out = f"{kind!r} is there for {OFFLOADS[kind]}."
+    elif str(kind).startswith("nvme:"):
+        way_out = (
+            "State on a disk (ZeRO-Infinity) is in no strategy, since a gradient there cannot be "
+            "clipped by one norm."
+        )
+    else:
+        way_out = f"The {len(OFFLOADS)} kinds are {' and '.join(repr(each) for each in OFFLOADS)}."
+    raise ValueError(
+        f"{name}(offload={kind!r}): {name} has {mine}. {way_out} Or leave offload out."
+    )

@@ -40,11 +40,13 @@ class StrategyHooks(ABC):
         layout: Folder and format of its saved state: ``"dcp"`` or ``"deepspeed"``.
         forward_gathers: Whether a forward pass is a collective, so that ranks that generate keep
             in step; the default is the safe one.
+        offloads: Kinds of `offload` that it has; default none.
     """
 
     name: ClassVar[str]
     layout: ClassVar[str]
     forward_gathers: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def _mesh(self, num_ranks: int) -> Mesh:

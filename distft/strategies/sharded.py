@@ -18,7 +18,7 @@ from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
 from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.peft import base_model
-from distft.process_group import local_device
+from distft.process_group import check_host_collectives, local_device
 from distft.spec import sharding_units
 from distft.strategies._transformers import HALVES
 from distft.strategies.adapters import attach_to_split, check_plain
@@ -32,6 +32,7 @@ from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optim
 from distft.training.wrappers import chosen_parameters
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -76,7 +77,9 @@ class Sharded(Strategy):
         mesh: Mesh,
     ) -> tuple[nn.Module, Optimizer]:
         if loaded_by(model) is None:
-            model.to(local_device())
+            # Offloaded, a model larger than the device never lies there whole: `fully_shard` takes
+            # it one unit at a time, and puts the shards back.
+            model.to(self._home())
             if split_of(model) is None:
                 copy_from_rank0([*model.parameters(), *model.buffers()])
             self._shard(model, mesh)
@@ -93,9 +96,9 @@ class Sharded(Strategy):
 
         from distft.checkpoint.skeleton import replace_parameters
 
-        device = local_device()
+        device = self._home()
         if mesh.tp * mesh.ep > 1:
-            split_layers(repr(self), weights.model, mesh, self._rules(), device.type)
+            split_layers(repr(self), weights.model, mesh, self._rules(), local_device().type)
         self._shard(weights.model, mesh)
 
         def read(name: str, parameter: Any) -> Tensor:
@@ -119,6 +122,16 @@ class Sharded(Strategy):
         weights.fill_buffers()
         return weights.model
 
+    def _check_installed(self) -> None:
+        if self.offload is not None:
+            check_host_collectives(repr(self))
+
+    def _home(self) -> torch.device:
+        """Return where this rank's shards live between passes."""
+        import torch
+
+        return local_device() if self.offload is None else torch.device("cpu")
+
     def _shard(self, model: nn.Module, mesh: Mesh) -> None:
         """Split the parameters of a model, which may be on the meta device."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -132,6 +145,8 @@ class Sharded(Strategy):
             "mp_policy": _mixed_precision(self.precision),
             "reshard_after_forward": self.reshard_after_forward,
         }
+        if self.offload is not None:
+            policy["offload_policy"] = _host_policy()
         if split is not None:
             # What TP and EP hand on is a view, and nothing here or in transformers writes into it.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -246,6 +261,7 @@ class Sharded(Strategy):
             load.optimizer,
             self.reshard_after_forward,
             self.defer_reduce,
+            self.offload,
         )
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
@@ -277,6 +293,7 @@ class FSDP2(Sharded):
     """
 
     name: ClassVar[str] = "fsdp2"
+    offloads: ClassVar[tuple[str, ...]] = ("params",)
 
     dp_shard: int | None = None
 
@@ -303,6 +320,7 @@ class HSDP(Sharded):
     """
 
     name: ClassVar[str] = "hsdp"
+    offloads: ClassVar[tuple[str, ...]] = ("params",)
 
     dp_replicate: int | None = None
     dp_shard: int | None = None
@@ -397,6 +415,14 @@ def _groups_that_split(where: Any) -> list[Any]:
         for axis, placement in enumerate(placements)
         if not placement.is_replicate()
     ]
+
+
+def _host_policy() -> Any:
+    """Return torch's policy that keeps shards and their gradients on the host."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    # Pinned memory is what a GPU copies from without waiting; there is none to pin without one.
+    return CPUOffloadPolicy(pin_memory=local_device().type == "cuda")
 
 
 def _mixed_precision(precision: str) -> Any:

@@ -51,6 +51,7 @@ class ZeRO(Strategy):
 
     stage: ClassVar[int]
     layout: ClassVar[str] = DEEPSPEED
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     reduce_bucket_size: int = 500_000_000
     allgather_bucket_size: int = 500_000_000
@@ -58,6 +59,11 @@ class ZeRO(Strategy):
     def _check_fields(self) -> None:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             self._check_count(name, minimum=1)
+        if self.offload is not None and self.precision == "bf16":
+            raise ValueError(
+                f"{self!r}: with precision='bf16' and offload='{self.offload}' DeepSpeed takes no "
+                "optimizer but its own DeepSpeedCPUAdam. Use bf16-mixed, or FSDP2's offload."
+            )
 
     def _check_count(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -142,6 +148,7 @@ class ZeRO(Strategy):
                 "reduce_bucket_size": self.reduce_bucket_size,
                 "allgather_bucket_size": self.allgather_bucket_size,
                 **self._stage_config(),
+                **self._offload_config(),
             },
         }
 
@@ -151,9 +158,20 @@ class ZeRO(Strategy):
             "use_multi_rank_bucket_allreduce": False,
             "allgather_partitions": True,
             "round_robin_gradients": False,
-            # The norm is computed once, by us.
-            "compute_grad_norm": False,
+            # The norm is computed once, by us; the engine refuses to leave its own out where
+            # gradients lie on the host.
+            "compute_grad_norm": self.offload is not None,
         }
+
+    def _offload_config(self) -> dict[str, Any]:
+        # The user's own optimizer updates on the host, with its own arithmetic: the engine's
+        # wish for its DeepSpeedCPUAdam is off above.
+        host = {"device": "cpu", "pin_memory": local_device().type == "cuda"}
+        if self.offload is None:
+            return {}
+        if self.offload == "optimizer":
+            return {"offload_optimizer": host}
+        return {"offload_optimizer": host, "offload_param": host}
 
     def _backward(self, loss: Tensor) -> None:
         # The engine hooks the outputs of the forward pass, so a plain backward drives it.
@@ -164,7 +182,7 @@ class ZeRO(Strategy):
 
         from distft.strategies.engine import gradients_by_group
 
-        parts = gradients_by_group(model.optimizer, len(bounds_of(model).bounds))
+        parts = gradients_by_group(model, len(bounds_of(model).bounds))
         return [GradientShards(part, [dist.group.WORLD], index) for index, part in parts.items()]
 
     def _gather_weights(
@@ -237,6 +255,7 @@ class ZeRO(Strategy):
             self.precision,
             load.optimizer,
             self._fetch_limits(),
+            self.offload,
         )
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
@@ -248,6 +267,7 @@ class ZeRO(Strategy):
             load.grad_accum,
             spec.module_visits(self.activation_checkpointing, self.compile is not None),
             self._fetch_limits(),
+            self.offload,
         )
 
     def _fetch_limits(self) -> FetchLimits:
@@ -300,6 +320,7 @@ class ZeRO3(ZeRO):
 
     name: ClassVar[str] = "zero3"
     stage: ClassVar[int] = 3
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "params")
 
     persistence_threshold: int = 0
     prefetch_bucket_size: int = 50_000_000

@@ -121,14 +121,16 @@ def _batches(strategy: Strategy, step: int) -> list[Any]:
 
 
 def check_memory(strategy: Strategy, pool: WorkerPool) -> None:
-    """Bytes of model state on every rank are what ``memory`` says."""
+    """Bytes of model state on every rank, device and host, are what ``memory`` says."""
     from distft.spec import ModelSpec, Workload
 
     measured = [total for total, _ in pool.run(_measure, strategy)]
     report = strategy.memory(
         ModelSpec.from_model(tiny_model("L")), Workload(seq_len=16), world_size=pool.world_size
     )
-    assert list(report.per_rank) == measured, f"{report.per_rank} predicted, {measured} measured"
+    places = zip(report.per_rank, report.host_per_rank, strict=True)
+    predicted = [device + host for device, host in places]
+    assert predicted == measured, f"{predicted} predicted, {measured} measured"
 
 
 def check_traffic(strategy: Strategy, pool: WorkerPool) -> None:

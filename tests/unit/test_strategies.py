@@ -10,9 +10,10 @@ import sys
 import pytest
 
 import distft
-from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
+from distft import DDP, FSDP2, HSDP, TP, ZeRO1, ZeRO2, ZeRO3
 from distft.mesh import Mesh
 from distft.strategies.by_name import STRATEGIES
+from distft.strategies.guards import OFFLOADS
 
 ALL = [DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2(), HSDP()]
 
@@ -49,7 +50,7 @@ def test_fp16_is_refused_with_the_way_out():
         DDP(precision="fp16")
 
 
-@pytest.mark.parametrize(("field", "value"), [("offload", "block"), ("compile", "model")])
+@pytest.mark.parametrize(("field", "value"), [("compile", "model")])
 def test_a_field_that_would_be_ignored_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}='{value}'"):
         FSDP2(**{field: value})
@@ -58,6 +59,34 @@ def test_a_field_that_would_be_ignored_is_refused(field, value):
 def test_a_block_split_over_ranks_is_not_compiled():
     with pytest.raises(ValueError, match=r"TP\(compile='block'\)"):
         distft.TP(compile="block")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "text"),
+    [
+        (DDP, "params", r"DDP has no offload\. 'params' is there for ZeRO3, FSDP2 and HSDP"),
+        (
+            FSDP2,
+            "optimizer",
+            r"FSDP2 has 'params'\. 'optimizer' is there for ZeRO1, ZeRO2 and ZeRO3",
+        ),
+        (HSDP, "nvme:/disk", r"HSDP has 'params'\. State on a disk \(ZeRO-Infinity\)"),
+        (ZeRO2, "params", r"ZeRO2 has 'optimizer'\. 'params' is there for ZeRO3"),
+        (ZeRO3, "cpu", r"ZeRO3 has 'optimizer' and 'params'\. The 2 kinds are"),
+        (TP, "params", r"TP has no offload"),
+    ],
+)
+def test_an_offload_that_a_strategy_has_not_is_refused_with_what_it_has(strategy, offload, text):
+    with pytest.raises(ValueError, match=text):
+        strategy(offload=offload)
+
+
+def test_the_error_names_the_strategies_that_have_an_offload():
+    for kind, text in OFFLOADS.items():
+        has = {
+            c.__name__ for c in (DDP, ZeRO1, ZeRO2, ZeRO3, FSDP2, HSDP, TP) if kind in c.offloads
+        }
+        assert set(text.replace(" and ", ", ").split(", ")) == has
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])
