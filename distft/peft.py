@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.kept import follow_adapters, is_adapter
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -87,6 +89,7 @@ def attach_adapters(
         made: nn.Module = get_peft_model(model, copy.deepcopy(peft_config))
     if prepare is not None:
         prepare(made)
+    follow_adapters(made)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             drawn = draw_adapter(name, parameter.shape, peft_config.init_lora_weights, seed)
@@ -138,15 +141,6 @@ def adapter_names(model: nn.Module) -> list[str]:
     Collective: none.
     """
     return [name for name, _ in model.named_parameters() if is_adapter(name)]
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter of that name is an adapter's or of ``modules_to_save``.
-
-    Collective: none.
-    """
-    parts = name.split(".")
-    return "modules_to_save" in parts or any(part.startswith("lora_") for part in parts)
 
 
 def base_name(name: str) -> str | None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from distft.formulas._numbers import choice, whole
-from distft.formulas.architectures import Decoder
+from distft.formulas.architectures import Decoder, expert_numbers
 from distft.formulas.fetch import Visit
 from distft.formulas.visits import module_visits
+from distft.kept import is_inside, kept_modules, kept_names
 
 ROOT = ""
 
@@ -29,6 +30,8 @@ class TensorSpec:
         unit: Path of the module that is gathered as one; `""` is the rest of the model.
         trainable: Whether it gets a gradient and optimizer state.
         is_expert: Whether a token uses only its share, `experts_per_token / num_experts`.
+        kept: Whether it stays fp32 where others train in bf16.
+        bf16_unit: The unit in bf16, where it is another: what is kept is gathered on its own.
     """
 
     name: str
@@ -36,6 +39,8 @@ class TensorSpec:
     unit: str = ROOT
     trainable: bool = True
     is_expert: bool = False
+    kept: bool = False
+    bf16_unit: str | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -76,14 +81,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ValueError("The model has 0 parameters, so there is nothing to train. Check it.")
-        by_unit: dict[str, list[TensorSpec]] = {}
-        for tensor in self.tensors:
-            by_unit.setdefault(tensor.unit, []).append(tensor)
-        root = by_unit.pop(ROOT, None)
-        units = [UnitSpec(name, tuple(tensors)) for name, tensors in by_unit.items()]
-        if root:
-            units.append(UnitSpec(ROOT, tuple(root)))
-        object.__setattr__(self, "_units", tuple(units))
+        units = _grouped((tensor, tensor.unit) for tensor in self.tensors)
+        object.__setattr__(self, "_units", units)
 
     @classmethod
     def from_config(cls, config: Any) -> ModelSpec:
@@ -137,6 +136,7 @@ class ModelSpec:
         Collective: none.
         """
         units = sharding_units(model)
+        bf16_units, kept = gathered_units(model), kept_names(model)
         names: dict[int, str] = {}
         tensors, ties = [], []
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -147,8 +147,18 @@ class ModelSpec:
             # DeepSpeed's stage 3 leaves an empty tensor and keeps the full shape beside it.
             shape = tuple(int(size) for size in getattr(parameter, "ds_shape", parameter.shape))
             unit = next((unit for unit in units if name.startswith(f"{unit}.")), ROOT)
-            trainable = bool(parameter.requires_grad)
-            tensors.append(TensorSpec(name, shape, unit, trainable, ".experts." in name))
+            other = next((unit for unit in bf16_units if is_inside(unit, name)), ROOT)
+            tensors.append(
+                TensorSpec(
+                    name,
+                    shape,
+                    unit,
+                    bool(parameter.requires_grad),
+                    ".experts." in name,
+                    name in kept,
+                    None if other == unit else other,
+                )
+            )
         num_experts, per_token = expert_numbers(getattr(model, "config", None))
         return cls(tuple(tensors), tuple(ties), num_experts, per_token)
 
@@ -156,6 +166,18 @@ class ModelSpec:
     def units(self) -> tuple[UnitSpec, ...]:
         """Sharding units: the blocks in order, then the rest of the model."""
         return self._units
+
+    def units_in(self, precision: str) -> tuple[UnitSpec, ...]:
+        """Return the sharding units of a precision: in bf16 what stays fp32 is a unit of its own.
+
+        Collective: none.
+        """
+        if precision == "fp32" or not any(tensor.kept for tensor in self.tensors):
+            return self._units
+        return _grouped(
+            (tensor, tensor.unit if tensor.bf16_unit is None else tensor.bf16_unit)
+            for tensor in self.tensors
+        )
 
     def module_visits(
         self, activation_checkpointing: bool = False, whole_blocks: bool = False
@@ -268,6 +290,72 @@ class Workload:
         return self.micro_batch * self.seq_len * self.grad_accum
 
 
+def _grouped(members: Iterable[tuple[TensorSpec, str]]) -> tuple[UnitSpec, ...]:
+    by_unit: dict[str, list[TensorSpec]] = {}
+    for tensor, unit in members:
+        by_unit.setdefault(unit, []).append(tensor)
+    root = by_unit.pop(ROOT, None)
+    units = [UnitSpec(name, tuple(tensors)) for name, tensors in by_unit.items()]
+    return (*units, UnitSpec(ROOT, tuple(root))) if root else tuple(units)
+
+
+def gathered_units(model: Any) -> tuple[str, ...]:
+    """Return the modules that a sharded strategy gathers one at a time in bf16, inner ones first.
+
+    The sharding units, and what stays fp32, since a unit has one dtype. Where a module keeps
+    parameters of its own only, its children are units too.
+
+    Collective: none.
+    """
+    found = set(sharding_units(model))
+    for path, keep in kept_modules(model).items():
+        found.add(path)
+        if keep.names is not None:
+            found |= {
+                f"{path}.{name}" if path else name
+                for name, child in model.get_submodule(path).named_children()
+                if next(child.parameters(), None) is not None
+            }
+    return tuple(sorted(found - {ROOT}, key=lambda path: -path.count(".")))
+
+
+def check_units(caller: str, model: Any) -> None:
+    """Raise where what stays fp32 cannot be gathered on its own, in bf16.
+
+    Raises:
+        ValueError: Its module has bf16 parameters of its own too, or it is shared with another.
+
+    Collective: none.
+    """
+    kept = kept_names(model)
+    units = gathered_units(model) if kept else ()
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    for name in sorted(kept):
+        path = name.rpartition(".")[0]
+        own = [
+            f"{path}.{own}" if path else own
+            for own, parameter in model.get_submodule(path)._parameters.items()
+            if parameter is not None and parameter.is_floating_point()
+        ]
+        others = [other for other in own if other not in kept]
+        if others:
+            raise ValueError(
+                f"{caller}: {name} stays fp32 and {others[0]}, of the same module, trains in bf16; "
+                f"fully_shard gathers both as 1 unit of 1 dtype. Give the {len(own)} parameters "
+                "of the module one dtype, or use DDP."
+            )
+    for names in places.values():
+        homes = {next((unit for unit in units if is_inside(unit, name)), ROOT) for name in names}
+        if len(homes) > 1 and kept.issuperset(names):
+            raise ValueError(
+                f"{caller}: {names[0]} stays fp32 and is tied to {names[1]}, and each would be "
+                f"gathered in a unit of its own: {len(homes)} for 1 tensor. Give it the dtype of "
+                "the other weights, or use DDP."
+            )
+
+
 def sharding_units(model: Any) -> tuple[str, ...]:
     """Return the paths of the modules that a sharded strategy gathers one at a time.
 
@@ -321,25 +409,3 @@ def _config_values(config: Any) -> Mapping[str, Any]:
         f"config is a {type(config).__name__}, but a transformers configuration, a dict or the "
         "path of a folder with config.json is needed. For a built model use ModelSpec.from_model."
     )
-
-
-def expert_numbers(config: Any) -> tuple[int, int]:
-    """Return experts of a layer and experts of a token by a configuration, 0 and 0 if dense.
-
-    Collective: none.
-    """
-    counts = (_first_number(config, names) for names in (_EXPERTS, _EXPERTS_PER_TOKEN))
-    num_experts, per_token = counts
-    return (num_experts, per_token) if num_experts and per_token else (0, 0)
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
-
-
-def _first_number(config: Any, names: Iterable[str]) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return 0

@@ -52,8 +52,9 @@ def consolidate(
         out: Folder to write to. Weight files of an earlier model in it are replaced; other files
             stay.
         dtype: Dtype of all floating tensors; default as trained, which is fp32, also for
-            ``bf16-mixed`` with its fp32 master weights, and bf16 for ``precision="bf16"``. Integer
-            and boolean buffers keep theirs. The config says the same.
+            ``bf16-mixed`` with its fp32 master weights, and bf16 for ``precision="bf16"``, but for
+            what stayed fp32 in it. Integer and boolean buffers keep theirs. The config says the
+            same.
         max_shard_size: Largest file, such as ``"5GB"``; one larger tensor gets a file of its own.
 
         exclude_frozen: Leave out what was not trained: of a LoRA run the base, which leaves the
@@ -90,14 +91,23 @@ def consolidate(
                 tensors = _base_weights(folder, tensors, merge=adapter == "merge")
             if exclude_frozen:
                 tensors = {n: tensor for n, tensor in tensors.items() if n in manifest.trainable}
+            kept = _kept_in_fp32(manifest) if dtype is None else set()
             state = {
-                name: tensor.to(target) if tensor.is_floating_point() else tensor
+                name: tensor.to(target)
+                if tensor.is_floating_point() and name not in kept
+                else tensor
                 for name, tensor in tensors.items()
             }
             _write_model(Path(made), folder, state, target, max_shard_size, exclude_frozen)
             _copy_others(folder, Path(made))
         _move_in(Path(made), out)
     return out
+
+
+def _kept_in_fp32(manifest: Manifest) -> set[str]:
+    """Return the tensors, by their names without PEFT, that were fp32 beside bf16 weights."""
+    fp32 = (name for name, saved in manifest.tensors.items() if saved["dtype"] == "float32")
+    return {base_name(name) or name for name in fp32}
 
 
 def _check_adapter_choice(

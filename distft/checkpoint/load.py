@@ -22,7 +22,7 @@ from distft.checkpoint.load_foreign import RunLoader, find_foreign, load_foreign
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state, set_random_state
 from distft.checkpoint.save import optimizer_name
-from distft.peft import is_adapter
+from distft.kept import is_adapter
 from distft.process_group import group_size, rendezvous, together
 
 if TYPE_CHECKING:

@@ -45,7 +45,8 @@ def load_model(
         path: Folder with ``config.json`` and safetensors, in one file or several with an index.
         strategy: The strategy that will train it; `apply` of an equal one takes the model.
         dtype: Of floating parameters, cast as they are read; default the one in which the strategy
-            trains, which `apply` insists on. Buffers keep their own.
+            trains, which `apply` insists on. Buffers keep their own; fp32 stays what the model's
+            class keeps so, and what is fp32 in files that are bf16 for the most part.
         peft_config: Reserved for adapters; only None for now.
         quantization_config: Reserved for quantized weights; only None for now.
         config: A transformers config to build from; default the folder's.
@@ -78,6 +79,7 @@ def load_model(
     with together():
         wanted = _floating(strategy._weight_dtype() if dtype is None else dtype)
         weights = find_weights(Path(path), wanted, config, model_class)
+        strategy._check_model(weights.model)
     with together(), ExitStack() as stack:
         weights.advance = stack.enter_context(_progress_bar(len(weights.pieces)))
         stack.enter_context(weights.reader)

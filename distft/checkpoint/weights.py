@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distft.checkpoint.layouts import Layout, layout_of
 from distft.checkpoint.placement import held_blocks, narrow
 from distft.checkpoint.safetensors_reader import DTYPES, FileTensor, Reader, list_tensors
+from distft.kept import kept_names, majority_is_bf16, mark_kept
 from distft.process_group import group_rank, local_device
 
 if TYPE_CHECKING:
@@ -170,11 +171,35 @@ def find_weights(folder: Path, dtype: torch.dtype, config: Any, model_class: Any
         model.generation_config = GenerationConfig.from_pretrained(folder)
     layout = layout_of(model)
     reason = _why_whole(model, layout, files)
+    pieces = {} if reason else match_tensors(folder, model, layout or Layout(), files)
+    kept_in_files = _keep_fp32(model, pieces, files)
     if reason:
         if group_rank() == 0:
             logger.warning("%s: %s, so each rank reads the whole model first.", folder, reason)
-        return _read_whole(folder, model, model_class, config, dtype)
-    return Weights(model, match_tensors(folder, model, layout or Layout(), files))
+        # Read in bf16, what the files keep in fp32 would be rounded.
+        return _read_whole(folder, model, model_class, config, None if kept_in_files else dtype)
+    return Weights(model, pieces)
+
+
+def _keep_fp32(
+    model: nn.Module, pieces: Mapping[str, Sequence[FileTensor]], files: Mapping[str, FileTensor]
+) -> bool:
+    """Make fp32 again what stays so, by the class or by the files; return whether files say so."""
+    import torch
+
+    sizes = ((DTYPES[tensor.dtype], math.prod(tensor.shape)) for tensor in files.values())
+    by_files: list[str] = []
+    if majority_is_bf16(sizes):
+        for name, _ in model.named_parameters():
+            found = pieces.get(name) or [files[each] for each in (name,) if each in files]
+            if found and all(DTYPES[piece.dtype] == "float32" for piece in found):
+                by_files.append(name)
+    mark_kept(model, by_files)
+    kept = kept_names(model)
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            parameter.data = parameter.data.to(torch.float32)
+    return bool(by_files)
 
 
 def _has_gpu() -> bool:
@@ -310,14 +335,19 @@ def _refuse(
 
 
 def _read_whole(
-    folder: Path, model: nn.Module, model_class: Any, config: Any, dtype: torch.dtype
+    folder: Path, model: nn.Module, model_class: Any, config: Any, dtype: torch.dtype | None
 ) -> Weights:
-    """Read the model with all of transformers' conversions, and keep its tensors."""
+    """Read the model with all of transformers' conversions, and keep its tensors.
+
+    No dtype is fp32.
+    """
+    import torch
+
     shapes = model.state_dict(keep_vars=True)
     whole, report = model_class.from_pretrained(
         folder,
         config=config,
-        dtype=dtype,
+        dtype=dtype or torch.float32,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )

@@ -6,7 +6,7 @@ The names and the order are those of transformers 5 in memory, where the experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,3 +217,25 @@ class Decoder:
         yield "mlp.experts.down_proj", (experts, hidden, width)
         if not self.family.router_first:
             yield router
+
+
+def expert_numbers(config: Any) -> tuple[int, int]:
+    """Return experts of a layer and experts of a token by a configuration, 0 and 0 if dense.
+
+    Collective: none.
+    """
+    counts = (_first_number(config, names) for names in (_EXPERTS, _EXPERTS_PER_TOKEN))
+    num_experts, per_token = counts
+    return (num_experts, per_token) if num_experts and per_token else (0, 0)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
+
+
+def _first_number(config: Any, names: Iterable[str]) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

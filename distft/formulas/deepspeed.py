@@ -91,7 +91,8 @@ def zero_memory(
     reduced gradients on the host; "params" (stage 3) the parts of the weights too.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 5; Ren et al. 2021 (ZeRO-Offload);
-    DeepSpeed 0.19 `stage_1_and_2.py`, `stage3.py`. Assumes: one parameter group.
+    DeepSpeed 0.19 `stage_1_and_2.py`, `stage3.py`. Assumes: one parameter group,
+    and a second one of what stays fp32.
 
     Raises:
         ValueError: The precision, the optimizer or the offload is unknown, or no parameter is
@@ -106,10 +107,11 @@ def zero_memory(
     trained = _trained(tensors)
     frozen = sum(tensor.numel for tensor in tensors if not tensor.trainable)
     buffers: list[tuple[str, tuple[str, ...], int]] = []
+    groups = _groups(tensors)
     if stage == 3:
         part = sum(part_numel(tensor.numel, ranks) for tensor in tensors if tensor.trainable)
-        held = sum(part_numel(tensor.numel, ranks) for tensor in tensors)
-        held += sum(tensor.numel for tensor in _persistent(tensors, limits))
+        held = sum(part_numel(t.numel, ranks) * _weight(t, precision) for t in tensors)
+        held += sum(t.numel * _weight(t, precision) for t in _persistent(tensors, limits))
         largest = max(tensor.numel for tensor in tensors)
         buffers.append(
             ("gathered weights of a module", ("forward", "loss"), largest * sizes.weight)
@@ -122,16 +124,18 @@ def zero_memory(
             )
         )
     else:
-        flat = flat_numel(trained, ranks)
-        part, held = flat // ranks, flat + frozen
+        flats = [(flat_numel(sum(t.numel for t in group), ranks), group[0]) for group in groups]
+        part = sum(flat for flat, _ in flats) // ranks
+        held = sum(flat * _weight(first, precision) for flat, first in flats)
+        held += sum(t.numel * _weight(t, precision) for t in tensors if not t.trainable)
         if stage == 1:
             buffers.append(("whole gradients", ("backward",), trained * sizes.gradient))
     lines = [
-        ("weights", "parameters", ALWAYS, held * sizes.weight),
+        ("weights", "parameters", ALWAYS, held),
         ("gradients, own part", "gradients", ("backward", "step"), part * sizes.gradient),
         ("master weights, own part", "optimizer", ALWAYS, part * sizes.master),
         ("moments, own part", "optimizer", ALWAYS, part * moments * sizes.moment),
-        ("step count", "optimizer", ALWAYS, STEP_BYTES if moments else 0),
+        ("step count", "optimizer", ALWAYS, STEP_BYTES * len(groups) if moments else 0),
     ]
     lines += [(name, "buffer", when, size) for name, when, size in buffers]
     lines.append(("optimizer's temporary (foreach)", "buffer", ("step",), part * sizes.master))
@@ -202,15 +206,19 @@ def zero_traffic(
     trained = _trained(tensors)
     axis = "dp_shard"
     if stage == 3:
-        sent = _stage3_traffic(tensors, ranks, sizes, visits, limits or FetchLimits())
-        # Stage 3 has no switch for its own norm, one fp64 beside ours, or fp32 if offloaded.
-        norm_bytes = 8 if offload is None else 4
+        sent = _stage3_traffic(tensors, ranks, precision, visits, limits or FetchLimits())
+        # Stage 3 has no switch for its own norm, one fp64 for each group beside ours, or fp32
+        # if offloaded.
+        norm_bytes = 8 * len(_groups(tensors)) if offload is None else 4
     else:
         per = "step" if stage == 1 else "micro_step"
-        flat = flat_numel(trained, ranks)
+        gathered = sum(
+            flat_numel(sum(t.numel for t in group), ranks) * _weight(group[0], precision)
+            for group in _groups(tensors)
+        )
         sent = [
             Collective.of("reduce", axis, trained * sizes.reduced, ranks, per, "gradients"),
-            Collective.of("all_gather", axis, flat * sizes.weight, ranks, "step", "parameters"),
+            Collective.of("all_gather", axis, gathered, ranks, "step", "parameters"),
         ]
         if precision != "fp32":
             # DeepSpeed looks for infinities only where the weights are bf16: one byte.
@@ -240,31 +248,45 @@ def _sizes(precision: str) -> EngineBytes:
 def _stage3_traffic(
     tensors: Sequence[Parameter],
     ranks: int,
-    sizes: EngineBytes,
+    precision: str,
     visits: Sequence[Visit],
     limits: FetchLimits,
 ) -> list[Collective]:
-    axis = "dp_shard"
+    axis, sizes = "dp_shard", _sizes(precision)
     padded = [ranks * part_numel(tensor.numel, ranks) for tensor in tensors]
     counts = fetch_counts([tensor.numel for tensor in tensors], visits, limits)
-    gathered = sum(count * numel for count, numel in zip(counts, padded, strict=True))
+    gathered = sum(
+        count * numel * _weight(tensor, precision)
+        for count, numel, tensor in zip(counts, padded, tensors, strict=True)
+    )
     reduced = sum(n for n, tensor in zip(padded, tensors, strict=True) if tensor.trainable)
-    kept = [ranks * part_numel(tensor.numel, ranks) for tensor in _persistent(tensors, limits)]
+    kept = [
+        ranks * part_numel(tensor.numel, ranks) * _weight(tensor, precision)
+        for tensor in _persistent(tensors, limits)
+    ]
     sent = [
-        Collective.of(
-            "all_gather", axis, gathered * sizes.weight, ranks, "micro_step", "parameters"
-        ),
+        Collective.of("all_gather", axis, gathered, ranks, "micro_step", "parameters"),
         Collective.of(
             "reduce_scatter", axis, reduced * sizes.reduced, ranks, "micro_step", "gradients"
         ),
     ]
     if kept:
         sent.append(
-            Collective.of(
-                "all_gather", axis, sum(kept) * sizes.weight, ranks, "step", "persistent parameters"
-            )
+            Collective.of("all_gather", axis, sum(kept), ranks, "step", "persistent parameters")
         )
     return sent
+
+
+def _weight(tensor: Parameter, precision: str) -> int:
+    """Return the bytes of an element of a tensor's weights."""
+    return _sizes("fp32" if tensor.kept else precision).weight
+
+
+def _groups(tensors: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Return the trained tensors by parameter group: the engine's groups have one dtype each."""
+    trained = [tensor for tensor in tensors if tensor.trainable]
+    parts = ([t for t in trained if t.kept is kept] for kept in (False, True))
+    return [part for part in parts if part]
 
 
 def _trained(tensors: Sequence[Parameter]) -> int:

@@ -6,7 +6,7 @@ the size of the first, since a collective moves equal parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from distft.formulas._numbers import choice, exact
@@ -59,8 +59,7 @@ def ddp_memory(
 
     Collective: none.
     """
-    whole = [Shards.of(tensors, 1)] * ranks
-    return _report(whole, ranks, precision, optimizer, stage=0, buffers=())
+    return _report(tensors, 1, ranks, precision, optimizer, 0, buffers=())
 
 
 def sharded_memory(
@@ -87,25 +86,22 @@ def sharded_memory(
 
     Collective: none.
     """
-    sizes = _sizes(precision)
-    largest = max(sum(tensor.numel for tensor in unit.tensors) for unit in units)
-    total = sum(tensor.numel for unit in units for tensor in unit.tensors)
+    tensors = [tensor for unit in units for tensor in unit.tensors]
+    whole = [sum(t.numel * _bytes(t, precision).gathered for t in unit.tensors) for unit in units]
     # Without resharding every unit stays whole until its backward pass is done.
-    forward = 2 * largest if reshard_after_forward else total
-    trained = [tensor for unit in units for tensor in unit.tensors if tensor.trainable]
+    forward = 2 * max(whole) if reshard_after_forward else sum(whole)
+    trained = [tensor for tensor in tensors if tensor.trainable]
     # In the backward pass a unit's whole gradient lies beside the input of its reduce-scatter.
-    backward = forward * sizes.gathered + largest * (sizes.gathered + sizes.reduced)
+    reduced = max(sum(t.numel * _bytes(t, precision).reduced for t in u.tensors) for u in units)
+    backward = forward + max(whole) + reduced
     buffers: list[tuple[str, tuple[str, ...], int]] = [
-        ("gathered units: at work, fetched ahead", ("forward", "loss"), forward * sizes.gathered),
+        ("gathered units: at work, fetched ahead", ("forward", "loss"), forward),
         ("gathered units, whole gradient, reduce-scatter input", ("backward",), backward),
     ]
     if defer_reduce:
-        whole = sum(tensor.numel for tensor in trained)
-        buffers.append(
-            ("whole gradients until the last micro-step", ("backward",), whole * sizes.reduced)
-        )
-    shards = [Shards.of((tensor for unit in units for tensor in unit.tensors), dp_shard)]
-    report = _report(shards * dp_replicate, dp_shard, precision, optimizer, 3, buffers)
+        kept = sum(tensor.numel * _bytes(tensor, precision).reduced for tensor in trained)
+        buffers.append(("whole gradients until the last micro-step", ("backward",), kept))
+    report = _report(tensors, dp_shard, dp_replicate, precision, optimizer, 3, buffers)
     if offload is None:
         return report
     choice("offload", offload, ("params",))
@@ -174,15 +170,16 @@ def ddp_traffic(
     Collective: none.
     """
     size = _sizes(precision).gradient
-    trained = sum(tensor.numel for tensor in tensors if tensor.trainable)
-    sent = [Collective.of("all_reduce", "dp", trained * size, ranks, "step", "gradients")]
+    trained = [tensor for tensor in tensors if tensor.trainable]
+    reduced = sum(tensor.numel * _bytes(tensor, precision).gradient for tensor in trained)
+    sent = [Collective.of("all_reduce", "dp", reduced, ranks, "step", "gradients")]
     if find_unused:
-        used = 4 * sum(tensor.trainable for tensor in tensors)
+        used = 4 * len(trained)
         sent.append(Collective.of("all_reduce", "dp", used, ranks, "step", "used parameters"))
     return TrafficReport(
         (*sent, *control_traffic(ranks, ())),
         grad_accum,
-        zero_traffic_bytes(trained, ranks, 0, grad_accum, size),
+        zero_traffic_bytes(sum(t.numel for t in trained), ranks, 0, grad_accum, size),
         "2 P (N-1)/N a step",
     )
 
@@ -220,17 +217,18 @@ def sharded_traffic(
     sizes = _sizes(precision)
     # The root, which has the head, stays whole between its forward and its backward pass.
     gathered = sum(
-        (2 if reshard_after_forward and unit.name else 1) * padded_numel(unit.tensors, dp_shard)
+        (2 if reshard_after_forward and unit.name else 1)
+        * padded_numel([tensor], dp_shard)
+        * _bytes(tensor, precision).gathered
         for unit in units
+        for tensor in unit.tensors
     )
     trained = [tensor for unit in units for tensor in unit.tensors if tensor.trainable]
-    reduced = padded_numel(trained, dp_shard) * sizes.reduced
+    reduced = sum(padded_numel([t], dp_shard) * _bytes(t, precision).reduced for t in trained)
     per = "step" if defer_reduce else "micro_step"
     shard, replica = "dp_shard", "dp_replicate"
     sent = [
-        Collective.of(
-            "all_gather", shard, gathered * sizes.gathered, dp_shard, "micro_step", "parameters"
-        ),
+        Collective.of("all_gather", shard, gathered, dp_shard, "micro_step", "parameters"),
         Collective.of("reduce_scatter", shard, reduced, dp_shard, per, "gradients"),
     ]
     if dp_replicate > 1:
@@ -287,47 +285,59 @@ def _sizes(precision: str) -> Bytes:
     return PRECISIONS[choice("precision", precision, PRECISIONS)]
 
 
+def _bytes(tensor: Parameter, precision: str) -> Bytes:
+    """Return the bytes of one tensor's elements: fp32 throughout where it is kept so."""
+    return _sizes("fp32" if tensor.kept else precision)
+
+
 def _report(
-    groups: Sequence[Shards],
-    ranks: int,
+    tensors: Sequence[Parameter],
+    shards: int,
+    copies: int,
     precision: str,
     optimizer: str,
     stage: int,
     buffers: Iterable[tuple[str, tuple[str, ...], int]],
 ) -> MemoryReport:
     """Return the report of groups of ranks, each of which holds one whole copy."""
-    sizes = _sizes(precision)
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
-    held = [numel for group in groups for numel in group.held]
-    trained = [numel for group in groups for numel in group.trained]
-    steps = groups[0].num_trained * STEP_BYTES if moments else 0
-    lines = [
-        MemoryLine("parameters", "parameters", ALWAYS, tuple(n * sizes.weight for n in held)),
-        MemoryLine(
-            "gradients",
-            "gradients",
-            ("backward", "step"),
-            tuple(n * sizes.gradient for n in trained),
-        ),
-        MemoryLine(
-            "optimizer moments",
-            "optimizer",
-            ALWAYS,
-            tuple(n * moments * sizes.moment for n in trained),
-        ),
-        MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * len(held)),
-        MemoryLine(
-            "optimizer's temporary (foreach)",
-            "buffer",
-            ("step",),
-            tuple(n * sizes.weight for n in trained),
-        ),
+    # Of one dtype each: what the precision says, and what stays fp32.
+    kinds = [
+        (_sizes(kind), Shards.of([t for t in tensors if t.kept == kept], shards))
+        for kind, kept in ((precision, False), ("fp32", True))
     ]
-    lines += [MemoryLine(name, "buffer", when, (size,) * len(held)) for name, when, size in buffers]
-    total, learnt = sum(groups[0].held), sum(groups[0].trained)
-    frozen = model_state_bytes(total - learnt, ranks, stage, sizes.weight, 0, 0)
-    state = model_state_bytes(
-        learnt, ranks, stage, sizes.weight, sizes.gradient, moments * sizes.moment
-    )
+
+    def held(bytes_of: Callable[[Bytes], int], trained: bool = True) -> tuple[int, ...]:
+        one = [
+            sum(
+                (part.trained if trained else part.held)[rank] * bytes_of(sizes)
+                for sizes, part in kinds
+            )
+            for rank in range(shards)
+        ]
+        return tuple(one * copies)
+
+    ranks = shards * copies
+    steps = sum(part.num_trained for _, part in kinds) * STEP_BYTES if moments else 0
+    weights = held(lambda sizes: sizes.weight, trained=False)
+    gradients = held(lambda sizes: sizes.gradient)
+    both = held(lambda sizes: moments * sizes.moment)
+    temporary = held(lambda sizes: sizes.weight)
+    lines = [
+        MemoryLine("parameters", "parameters", ALWAYS, weights),
+        MemoryLine("gradients", "gradients", ("backward", "step"), gradients),
+        MemoryLine("optimizer moments", "optimizer", ALWAYS, both),
+        MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * ranks),
+        MemoryLine("optimizer's temporary (foreach)", "buffer", ("step",), temporary),
+    ]
+    lines += [MemoryLine(name, "buffer", when, (size,) * ranks) for name, when, size in buffers]
+    paper_bytes: int | float = 0
+    for sizes, part in kinds:
+        learnt, frozen = sum(part.trained), sum(part.held) - sum(part.trained)
+        optimizer_bytes = moments * sizes.moment
+        paper_bytes += model_state_bytes(frozen, shards, stage, sizes.weight, 0, 0)
+        paper_bytes += model_state_bytes(
+            learnt, shards, stage, sizes.weight, sizes.gradient, optimizer_bytes
+        )
     paper = "P (w + g + k)" if stage == 0 else "P (w + g + k) / N"
-    return MemoryReport(tuple(lines), frozen + state, paper)
+    return MemoryReport(tuple(lines), paper_bytes, paper)

@@ -30,6 +30,10 @@ class Parameter(Protocol):
     def trainable(self) -> bool:
         """Whether it gets a gradient and optimizer state."""
 
+    @property
+    def kept(self) -> bool:
+        """Whether it stays fp32 where others train in bf16."""
+
 
 class Unit(Protocol):
     """Parameters that a sharded strategy gathers together."""

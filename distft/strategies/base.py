@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.formulas.architectures import expert_numbers
+from distft.kept import kept_names, mark_kept
 from distft.mesh import Mesh
 from distft.process_group import (
     base_seed,
@@ -17,7 +19,6 @@ from distft.process_group import (
     seed_everything,
     together,
 )
-from distft.spec import expert_numbers
 from distft.strategies.blocks import check_compiler, compile_blocks
 from distft.strategies.guards import (
     check_applied,
@@ -30,7 +31,7 @@ from distft.strategies.guards import (
     mark_applied,
 )
 from distft.strategies.hooks import StrategyHooks
-from distft.strategies.precision import cast_parameters
+from distft.strategies.precision import cast_parameters, compute_kept_in_fp32
 from distft.training.clip import bounds_of, check_max_norm, clip, keep_bounds, take_bounds
 from distft.training.data import Batches, Collate
 from distft.training.evaluation import EvalResult, run_evaluation
@@ -185,9 +186,17 @@ class Strategy(StrategyHooks):
         check_same_model(model)
         if mesh.dp_shard > 1:
             check_shapes(self, model)
+        self._check_model(model)
+        kept = sorted(kept_names(model)) if self.compile and self.precision != "fp32" else []
+        if kept:
+            raise ValueError(
+                f"{self!r}: {len(kept)} parameters stay fp32, such as {kept[0]}, and a compiled "
+                "block has 1 dtype. Leave compile out, or hand all weights over in one dtype."
+            )
         # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
         dtype = "bfloat16" if self.precision == "bf16" else "float32"
         if not loaded:
+            mark_kept(model)
             cast_parameters(model, dtype)
             before = dict(model.named_parameters())
             self._split_modules(model, mesh)
@@ -199,6 +208,8 @@ class Strategy(StrategyHooks):
         groups, bounds = take_bounds(name_groups(model, param_groups))
         if self.activation_checkpointing:
             enable_checkpointing(model)
+        if self.precision != "fp32":
+            compute_kept_in_fp32(model)
         if self.compile is not None:
             compile_blocks(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)

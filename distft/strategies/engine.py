@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -122,6 +123,72 @@ def one_zero_optimizer(engine_class: Any) -> Iterator[None]:
         engine_class._do_optimizer_sanity_check = original
 
 
+class _Runs:
+    """Flat buffers, one for each run of tensors of one dtype, addressed as if they were one."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        """Return a part that lies in one of the buffers."""
+        for buffer in self.buffers:
+            if start < buffer.numel():
+                return buffer.narrow(dim, start, length)
+            start -= buffer.numel()
+        raise ValueError(f"Nothing lies {start} elements behind {len(self.buffers)} buffers.")
+
+
+@contextmanager
+def kept_in_fp32(
+    engine_class: Any, stage3: Any, parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[None]:
+    """Make an engine that casts a model to bf16 leave some parameters in fp32.
+
+    Stage 3 moves its parts into one buffer, of which it then takes a piece for each group: here
+    one buffer for each run of groups of one dtype.
+
+    Args:
+        engine_class: DeepSpeed's engine.
+        stage3: The module of its stage 3 optimizer.
+        parameters: What stays fp32, in parameter groups of its own.
+
+    Collective: none.
+    """
+    if not parameters:
+        yield
+        return
+    original, defragment = engine_class._cast_module_mixed_precision, stage3.defragment
+
+    def cast(engine: Any, *args: Any, **kwargs: Any) -> None:
+        values = [parameter.data for parameter in parameters]
+        original(engine, *args, **kwargs)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value.to(parameter.device)
+
+    def by_dtype(tensors: Sequence[torch.Tensor]) -> _Runs:
+        runs = groupby(tensors, key=lambda tensor: tensor.dtype)
+        return _Runs([defragment(list(run)) for _, run in runs])
+
+    engine_class._cast_module_mixed_precision = cast
+    stage3.defragment = by_dtype
+    try:
+        yield
+    finally:
+        engine_class._cast_module_mixed_precision = original
+        stage3.defragment = defragment
+
+
+def stage_in_fp32(zero: Any) -> None:
+    """Make a stage 2 optimizer collect gradients in fp32 before it reduces them.
+
+    Its buffer has the dtype of the first weights, which would round the gradients of those that
+    are fp32 to bf16.
+
+    Collective: none.
+    """
+    zero._gradient_reduction_buffer_dtype = lambda: torch.float32
+
+
 def keep_groups(zero: Any, client: torch.optim.Optimizer) -> None:
     """Give an Adagrad its parameter groups back, which the engine merges into one.
 
@@ -150,22 +217,26 @@ def keep_groups(zero: Any, client: torch.optim.Optimizer) -> None:
         zero._param_slice_mappings = zero._create_param_mapping()
 
 
-def gradients_by_group(engine: Any, num_groups: int) -> dict[int | None, list[torch.Tensor]]:
-    """Return this rank's reduced gradients by parameter group; all under None for 0 groups.
+def gradients_by_group(engine: Any, home: Sequence[int]) -> dict[int | None, list[torch.Tensor]]:
+    """Return this rank's reduced gradients by the number of a group; all under None for no home.
 
     Stages 1 and 2 keep them by group, stage 3 by sub-group. A group of which this rank has no
     part is there, and empty. Offloaded, each is the gradient of the master partition on the host.
 
+    Args:
+        engine: The engine.
+        home: For each group of the engine the number under which its gradients come.
+
     Collective: none.
     """
-    found: dict[int | None, list[torch.Tensor]] = {i: [] for i in range(num_groups)} or {None: []}
+    found: dict[int | None, list[torch.Tensor]] = {number: [] for number in home} or {None: []}
     zero, host = engine.optimizer, host_partitions(engine)
     group_of = getattr(zero, "sub_group_to_group_id", {})
     held: dict[int, Any] = zero.averaged_gradients
     if host:
         held = {i: [p.grad] for i, p in enumerate(host) if p.grad is not None}
     for index, tensors in held.items():
-        found[group_of.get(index, index) if num_groups else None] += tensors or []
+        found[home[group_of.get(index, index)] if home else None] += tensors or []
     return found
 
 

@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.pretrained import loaded_by
-from distft.peft import base_model, is_adapter
+from distft.kept import is_adapter
+from distft.peft import base_model
 from distft.process_group import raise_together
 from distft.training.wrappers import is_engine, unwrap
 

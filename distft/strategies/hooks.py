@@ -32,8 +32,9 @@ class StrategyHooks(ABC):
     """The part of a strategy that differs from one to another.
 
     In a run they are called in this order, each on every rank: `_mesh`, `_check_installed`,
-    `_split_modules`, `_apply`; for every micro-step `_backward`, inside `_no_sync` while more
-    follow; then `_gradients`. `_write_state` and `_read_state` at any time between steps.
+    `_check_model`, `_split_modules`, `_apply`; for every micro-step `_backward`, inside `_no_sync`
+    while more follow; then `_gradients`. `_write_state` and `_read_state` at any time between
+    steps.
 
     Attributes:
         name: What `distft.strategy` calls it.
@@ -122,6 +123,9 @@ class StrategyHooks(ABC):
     def _attach_adapters(self, model: nn.Module, peft_config: Any) -> nn.Module:
         """Return a PEFT model around a model that `_split_modules` has left whole or split."""
         return attach_adapters(model, peft_config, base_seed())
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Raise ValueError where this strategy cannot spread a model; the default takes any."""
 
     def _check_fields(self) -> None:
         """Raise ValueError where a field of this strategy is wrong; the default has no more."""

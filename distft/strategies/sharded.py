@@ -16,10 +16,11 @@ from distft.checkpoint.folder import DCP
 from distft.checkpoint.placement import gather_whole
 from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
+from distft.kept import modules_in_fp32
 from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.peft import base_model
 from distft.process_group import check_host_collectives, local_device
-from distft.spec import sharding_units
+from distft.spec import check_units, gathered_units, sharding_units
 from distft.strategies._transformers import HALVES
 from distft.strategies.adapters import attach_to_split, check_plain
 from distft.strategies.base import Strategy
@@ -50,6 +51,10 @@ class Sharded(Strategy):
 
     reshard_after_forward: bool = True
     defer_reduce: bool = False
+
+    def _check_model(self, model: nn.Module) -> None:
+        if self.precision != "fp32":
+            check_units(repr(self), model)
 
     def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
         if mesh.tp == mesh.ep == 1:
@@ -142,23 +147,30 @@ class Sharded(Strategy):
             return
         policy: dict[str, Any] = {
             "mesh": self._device_mesh(model, mesh),
-            "mp_policy": _mixed_precision(self.precision),
             "reshard_after_forward": self.reshard_after_forward,
         }
         if self.offload is not None:
             policy["offload_policy"] = _host_policy()
+        kept = modules_in_fp32(model)
+
+        def shard(module: nn.Module, **changes: Any) -> None:
+            precision = "fp32" if module in kept else self.precision
+            fully_shard(module, **{**policy, "mp_policy": _mixed_precision(precision), **changes})
+
         if split is not None:
             # What TP and EP hand on is a view, and nothing here or in transformers writes into it.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             axes = ("dp_replicate", "efsdp") if mesh.dp_replicate > 1 else ("efsdp",)
             for path in split.expert_modules:
-                experts = _submodule(model, path)
-                fully_shard(experts, **{**policy, "mesh": split.expert[axes]})
-        for path in sharding_units(model):
-            fully_shard(model.get_submodule(path), **policy)
+                shard(_submodule(model, path), mesh=split.expert[axes])
+        units = sharding_units(model) if self.precision == "fp32" else gathered_units(model)
+        for path in units:
+            unit = model.get_submodule(path)
+            if not isinstance(unit, FSDPModule):
+                shard(unit)
         # The root holds the head, with which the backward pass begins: freeing it after the
         # forward pass would gather the largest unit again at once.
-        fully_shard(model, **{**policy, "reshard_after_forward": False})
+        shard(model, reshard_after_forward=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # A sum, not a mean: shares are over the global number of loss tokens already.
@@ -254,7 +266,7 @@ class Sharded(Strategy):
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         return sharded_memory(
-            spec.units,
+            spec.units_in(self.precision),
             mesh.dp_shard,
             mesh.dp_replicate,
             self.precision,
@@ -266,7 +278,7 @@ class Sharded(Strategy):
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         return sharded_traffic(
-            spec.units,
+            spec.units_in(self.precision),
             mesh.dp_shard,
             mesh.dp_replicate,
             self.precision,

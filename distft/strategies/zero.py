@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distft.checkpoint.folder import DEEPSPEED
 from distft.checkpoint.pickles import refuse_code
 from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memory, zero_traffic
+from distft.kept import kept_names
 from distft.mesh import Mesh
 from distft.process_group import group_rank, local_device
 from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.training.clip import GradientShards, bounds_of
-from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
+from distft.training.optimizers import (
+    OptimizerFactory,
+    ParamGroup,
+    build_optimizer,
+    split_groups,
+)
 from distft.training.wrappers import chosen_parameters
 
 if TYPE_CHECKING:
@@ -73,6 +79,20 @@ class ZeRO(Strategy):
                 "it counts elements."
             )
 
+    def _check_model(self, model: nn.Module) -> None:
+        kept = sorted(kept_names(model)) if self.precision != "fp32" else []
+        if kept and self.offload is not None:
+            raise ValueError(
+                f"{self!r}: {len(kept)} parameters stay fp32, such as {kept[0]}, and what "
+                "DeepSpeed moves to the host has 1 dtype, bf16 here. Leave offload out, or use FSDP2."
+            )
+        if kept and self.precision == "bf16":
+            raise ValueError(
+                f"{self!r}: {len(kept)} parameters stay fp32, such as {kept[0]}, and DeepSpeed has "
+                "1 dtype for all gradients and moments, bf16 here. Use precision='bf16-mixed', or "
+                "FSDP2."
+            )
+
     def _check_installed(self) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise RuntimeError(
@@ -95,6 +115,8 @@ class ZeRO(Strategy):
         deepspeed = _load_deepspeed()
         # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
         # them is valid before and after; it swaps in its flat partitions itself.
+        kept = kept_names(model) if self.precision != "fp32" else frozenset()
+        groups = self._groups_of_one_dtype(groups, kept)
         client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
         # The engine sends parameters alone.
         copy_from_rank0(list(model.buffers()))
@@ -104,15 +126,35 @@ class ZeRO(Strategy):
             # Gathered and freed as one, outside of the graph.
             for path in sharding_units(model):
                 deepspeed.utils.set_z3_leaf_module(model.get_submodule(path), True)
-        with engine.one_zero_optimizer(deepspeed.DeepSpeedEngine):
+        parameters = [p for name, p in model.named_parameters() if name in kept]
+        with (
+            engine.one_zero_optimizer(deepspeed.DeepSpeedEngine),
+            engine.kept_in_fp32(deepspeed.DeepSpeedEngine, _stage3_module(), parameters),
+        ):
             made, _, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=self._config(), dist_init_required=False
             )
+        if self.stage == 2 and kept:
+            engine.stage_in_fp32(made.optimizer)
         if self.stage == 3:
             engine.sum_gradients(made.optimizer)
         elif self.stage == 1 and self.precision == "bf16-mixed":
             engine.free_accumulators(made.optimizer)
         return made, engine.EngineOptimizer(made)
+
+    def _groups_of_one_dtype(
+        self, groups: Sequence[ParamGroup], kept: Collection[str]
+    ) -> list[dict[str, Any]]:
+        """Return groups of one dtype each: the engine lays the weights of a group end to end."""
+        made = split_groups(groups, kept)
+        in_fp32 = [group["params"][0] in kept for group in made]
+        if in_fp32[0] and not all(in_fp32):
+            raise ValueError(
+                f"{self!r}: of {len(groups)} parameter groups the first holds only what stays "
+                f"fp32, such as {made[0]['params'][0]}, and DeepSpeed takes its dtype from the "
+                "first. Put another group first."
+            )
+        return made
 
     def _config(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration; a default that changes training is written out."""
@@ -182,7 +224,14 @@ class ZeRO(Strategy):
 
         from distft.strategies.engine import gradients_by_group
 
-        parts = gradients_by_group(model, len(bounds_of(model).bounds))
+        bounds = bounds_of(model)
+        # What stays fp32 is a group of the engine's own; its bound is that of the user's group.
+        home = [
+            bounds.group_of[group["param_names"][0]]
+            for group in model.optimizer.optimizer.param_groups
+            if bounds.bounds
+        ]
+        parts = gradients_by_group(model, home)
         return [GradientShards(part, [dist.group.WORLD], index) for index, part in parts.items()]
 
     def _gather_weights(
@@ -388,6 +437,12 @@ class ZeRO3(ZeRO):
             reuse=self.max_reuse_distance,
             persistence=self.persistence_threshold,
         )
+
+
+def _stage3_module() -> Any:
+    from deepspeed.runtime.zero import stage3
+
+    return stage3
 
 
 def _load_deepspeed() -> Any:

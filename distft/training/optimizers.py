@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distft.training.clip import check_group_bounds
@@ -149,6 +149,18 @@ def name_groups(
             f"{missing[0]}. Add them to a group, or set requires_grad=False."
         )
     return groups
+
+
+def split_groups(groups: Sequence[ParamGroup], apart: Collection[str]) -> list[dict[str, Any]]:
+    """Return groups of names of which each is wholly in a set of names or wholly outside it.
+
+    Collective: none.
+    """
+    found = []
+    for group in groups:
+        parts = ([n for n in group["params"] if (n in apart) is side] for side in (False, True))
+        found += [{**group, "params": part} for part in parts if part]
+    return found
 
 
 def follow_parameters(

@@ -74,3 +74,13 @@ def test_both_optimizers_say_where_a_parameter_lies_in_their_partitions():
         assert all(f"self.{name}" in source for name in (*names, "clip_grad"))
     fields = inspect.signature(tensor_fragment).parameters
     assert {"hp_fragment_address", "lp_fragment_address"} <= set(fields)
+
+
+def test_the_engine_has_the_cast_and_the_buffers_that_weights_kept_in_fp32_go_round():
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    assert callable(deepspeed.DeepSpeedEngine._cast_module_mixed_precision)
+    assert "self.lp_param_buffer = defragment(" in inspect.getsource(stage3)
+    assert "self.lp_param_buffer.narrow(0, offset, " in inspect.getsource(stage3)
+    source = inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer.setup_buckets)
+    assert "dtype=self._gradient_reduction_buffer_dtype()" in source

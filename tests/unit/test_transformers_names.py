@@ -72,3 +72,14 @@ def test_trainer_names_the_parameters_with_weight_decay_without_being_built():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     rule: Any = Trainer.get_decay_parameter_names
     assert rule(None, model) == ["0.weight"]
+
+
+def test_a_model_says_what_it_keeps_in_fp32_beside_bf16():
+    from distft.kept import bf16_plan
+
+    model = tiny_model("M")
+    assert bf16_plan(model) is None
+    model._keep_in_fp32_modules_strict = {"layers.*.gate.weight"}
+    found = bf16_plan(model)
+    assert found is not None
+    assert found.search("model.layers.1.mlp.gate.weight")
