@@ -20,7 +20,8 @@ from distft.checkpoint.placement import narrow
 from distft.checkpoint.safetensors_reader import DTYPES, Reader, list_tensors
 from distft.checkpoint.weights import match_tensors
 from distft.checkpoint.whole_run import StateTensor, WholeRun, full_shape
-from distft.peft import base_model, is_adapter
+from distft.kept import is_adapter
+from distft.peft import base_model
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:

@@ -359,3 +359,45 @@ def test_the_experts_here_are_nearer_than_bf16_can_tell():
         states = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
         chosen[dtype] = gate(states.to(gate.weight.dtype))[2]
     assert not torch.equal(chosen["float32"], chosen["bfloat16"])
+
+
+def deepseek(strategy: Any) -> Any:
+    """Train a tiny DeepSeek-V3, whose class keeps its routers; return dtype and choices."""
+    import copy
+
+    import torch
+    from torch.optim import AdamW
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    distft.init(seed=0)
+    sizes = {"vocab_size": 131, "hidden_size": 32, "moe_intermediate_size": 16, "n_group": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "v_head_dim": 8}
+    ranks = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "topk_group": 1}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
+    more = {"num_hidden_layers": 1, "intermediate_size": 48, "pad_token_id": None}
+    config = AutoConfig.for_model("deepseek_v3", **sizes, **heads, **ranks, **experts, **more)
+    config.bos_token_id, config.eos_token_id = 1, 2
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).float()
+    gate = plain.model.layers[0].mlp.gate
+    alone, seen = copy.deepcopy(gate), []
+    gate.register_forward_hook(
+        lambda _, args, output: seen.append((args[0].dtype, output[2], alone(args[0].float())[2]))
+    )
+    model, optimizer = strategy.apply(plain, partial(AdamW, lr=1e-3))
+    strategy.train_step(model, optimizer, tiny_batches([9], seed=strategy.dp_rank))
+    weight = distft.unwrap(model).model.layers[0].mlp.gate.weight
+    return weight.dtype, seen
+
+
+@pytest.mark.parametrize(
+    "strategy", [DDP(precision="bf16-mixed"), FSDP2(precision="bf16")], ids=str
+)
+def test_a_router_that_its_class_keeps_in_fp32_stays_so(pools, strategy):
+    import torch
+
+    for dtype, seen in pools(2).run(deepseek, strategy):
+        assert dtype == torch.float32
+        assert seen
+        for _, chosen, reference in seen:
+            assert torch.equal(chosen, reference)
