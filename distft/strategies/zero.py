@@ -84,7 +84,8 @@ class ZeRO(Strategy):
         if kept and self.offload is not None:
             raise ValueError(
                 f"{self!r}: {len(kept)} parameters stay fp32, such as {kept[0]}, and what "
-                "DeepSpeed moves to the host has 1 dtype, bf16 here. Leave offload out, or use FSDP2."
+                "DeepSpeed moves to the host has 1 dtype, bf16 here. Leave offload out, or use "
+                "FSDP2."
             )
         if kept and self.precision == "bf16":
             raise ValueError(
