@@ -73,7 +73,7 @@ def attach_adapters(
 
     if not isinstance(peft_config, LoraConfig):
         raise ValueError(
-            f"apply(peft_config=...) takes a peft.LoraConfig, and got a "
+            f"peft_config=... takes a peft.LoraConfig, and got a "
             f"{type(peft_config).__name__}. Other adapters have not been shown to be right here."
         )
     adapters = adapter_names(model)
@@ -155,6 +155,65 @@ def base_name(name: str) -> str | None:
         return None
     parts = name.removeprefix(PREFIX).split(".")
     return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def source_name(name: str) -> str | None:
+    """Return the name, without PEFT, of the tensor that one of a PEFT model starts as.
+
+    A module of ``modules_to_save`` starts as a copy; None for factors, which start as drawn.
+
+    >>> source_name("base_model.model.score.modules_to_save.default.weight")
+    'score.weight'
+
+    Collective: none.
+    """
+    head, saved, tail = name.partition(".modules_to_save.")
+    return base_name(f"{head}.{tail.partition('.')[2]}" if saved else name)
+
+
+def attach_to_skeleton(model: nn.Module, peft_config: Any, dtype: Any, seed: int) -> nn.Module:
+    """Return a PEFT model around one without values, its factors with theirs, as `attach_adapters`.
+
+    Raises:
+        ValueError: As `attach_adapters`, or the factors start from weights that are not read yet.
+
+    Collective: none.
+    """
+    import torch
+
+    from distft.checkpoint.skeleton import replace_parameters
+
+    _check_starts_without_weights(peft_config)
+    made = attach_adapters(model, peft_config, seed)
+
+    def value(name: str, parameter: Tensor) -> Tensor:
+        if base_name(name) is not None:
+            # Also one that its class keeps in fp32.
+            return parameter
+        if source_name(name) is not None:
+            return parameter.detach().to(dtype) if parameter.is_floating_point() else parameter
+        if not parameter.is_meta:
+            return parameter.detach().to(dtype)
+        drawn = draw_adapter(name, parameter.shape, peft_config.init_lora_weights, seed)
+        return torch.zeros(parameter.shape, dtype=dtype) if drawn is None else drawn.to(dtype)
+
+    replace_parameters(made, value)
+    return made
+
+
+def _check_starts_without_weights(config: Any) -> None:
+    init = getattr(config, "init_lora_weights", True)
+    for name, value, wrong in (
+        ("init_lora_weights", init, init not in (True, False, "gaussian")),
+        ("use_dora", True, getattr(config, "use_dora", False)),
+        ("trainable_token_indices", "set", bool(getattr(config, "trainable_token_indices", None))),
+    ):
+        if wrong:
+            raise ValueError(
+                f"load_model() puts adapters on before it reads weights, and {name}={value!r} "
+                "computes 1 or more of their tensors from weights. Pass apply() a model of "
+                "from_pretrained with this peft_config."
+            )
 
 
 # ---- saving -------------------------------------------------------------------------------------

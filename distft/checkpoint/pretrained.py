@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.weights import Weights, find_weights
-from distft.process_group import local_device, together
+from distft.peft import attach_to_skeleton
+from distft.process_group import base_seed, local_device, together
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,8 @@ def load_model(
         dtype: Of floating parameters, cast as they are read; default the one in which the strategy
             trains, which `apply` insists on. Buffers keep their own; fp32 stays what the model's
             class keeps so, and what is fp32 in files that are bf16 for the most part.
-        peft_config: Reserved for adapters; only None for now.
+        peft_config: A ``peft.LoraConfig``: adapters are attached in the right order, with the
+            values that `apply` gives them; `apply` gets none then.
         quantization_config: Reserved for quantized weights; only None for now.
         config: A transformers config to build from; default the folder's.
         model_class: The class to build, which must be the folder's; default the one that
@@ -65,21 +67,20 @@ def load_model(
             f"load_model() needs a strategy, and got {strategy!r}. "
             "Pass one such as FSDP2() or distft.strategy('fsdp2')."
         )
-    for name, value, way in (
-        ("peft_config", peft_config, ", and pass apply() a model of from_pretrained with it"),
-        ("quantization_config", quantization_config, ""),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"load_model({name}={type(value).__name__}) is not supported by this version. "
-                f"Leave {name} out{way}."
-            )
+    if quantization_config is not None:
+        raise ValueError(
+            f"load_model(quantization_config={type(quantization_config).__name__}) is not "
+            "supported by this version. Leave quantization_config out."
+        )
     mesh = strategy.mesh()
     strategy._check_installed()
     with together():
         wanted = _floating(strategy._weight_dtype() if dtype is None else dtype)
         weights = find_weights(Path(path), wanted, config, model_class)
         strategy._check_model(weights.model)
+        if peft_config is not None:
+            seed = base_seed()
+            weights.adapt = lambda model: attach_to_skeleton(model, peft_config, wanted, seed)
     with together(), ExitStack() as stack:
         weights.advance = stack.enter_context(_progress_bar(len(weights.pieces)))
         stack.enter_context(weights.reader)
@@ -115,6 +116,7 @@ def load_whole(weights: Weights) -> nn.Module:
 
     from distft.checkpoint.skeleton import replace_parameters
 
+    weights.attach()
     device = local_device()
 
     def read(name: str, parameter: Tensor) -> Tensor:

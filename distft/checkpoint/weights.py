@@ -18,6 +18,7 @@ from distft.checkpoint.layouts import Layout, layout_of
 from distft.checkpoint.placement import held_blocks, narrow
 from distft.checkpoint.safetensors_reader import DTYPES, FileTensor, Reader, list_tensors
 from distft.kept import kept_names, majority_is_bf16, mark_kept
+from distft.peft import source_name
 from distft.process_group import group_rank, local_device
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Weights:
         pieces: For each name, the tensors in files that make it up, end to end.
         held: Tensors that are in memory already, where the whole model was read.
         advance: Called once for each tensor that has been read.
+        adapt: From the model to one with adapters, where there are to be any.
     """
 
     model: nn.Module
@@ -52,6 +54,35 @@ class Weights:
     held: Mapping[str, Tensor] = field(default_factory=dict)
     advance: Callable[[], None] = lambda: None
     reader: Reader = field(default_factory=Reader)
+    adapt: Callable[[nn.Module], nn.Module] | None = None
+
+    def attach(self) -> None:
+        """Put the adapters on, after layers are split and before parameters are.
+
+        Their values, which no file of the model holds, are whole in memory from here on.
+
+        Raises:
+            ValueError: The adapters do not fit the model.
+
+        Collective: none.
+        """
+        from distft.checkpoint.skeleton import replace_parameters
+
+        if self.adapt is None:
+            return
+        first = {name: names[0] for names in _names_of(self.model).values() for name in names}
+        self.model = self.adapt(self.model)
+        held, pieces = dict[str, Any](), dict[str, Sequence[FileTensor]]()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            source = first.get(source_name(name) or "")
+            if source is None:
+                held[name] = tensor.detach()
+            elif source in self.held:
+                held[name] = self.held[source]
+            else:
+                pieces[name] = self.pieces[source]
+        self.held, self.pieces = held, pieces
+        replace_parameters(self.model, lambda _, parameter: parameter.detach().to("meta"))
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor with the elements of a named one, from ``start`` on.

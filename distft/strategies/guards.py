@@ -130,8 +130,8 @@ def check_loaded(strategy: Any, model: Any, peft_config: Any) -> bool:
     if peft_config is not None:
         raise ValueError(
             f"{strategy!r}.apply() got a peft_config and a model that load_model() has spread "
-            "already: adapters on it would be trained by each rank alone. Pass a model of "
-            "from_pretrained with the peft_config."
+            "already: adapters on it would be trained by each rank alone. Pass it to load_model(), "
+            "or apply() a model of from_pretrained with it."
         )
     return True
 

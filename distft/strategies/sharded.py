@@ -103,7 +103,14 @@ class Sharded(Strategy):
 
         device = self._home()
         if mesh.tp * mesh.ep > 1:
+            if weights.adapt is not None:
+                raise ValueError(
+                    f"load_model() of {self!r} takes no peft_config in this version: it has "
+                    f"tp={mesh.tp} and ep={mesh.ep}, and factors are split with the layers they "
+                    "stand on. Pass apply() a model of from_pretrained with the peft_config."
+                )
             split_layers(repr(self), weights.model, mesh, self._rules(), local_device().type)
+        weights.attach()
         self._shard(weights.model, mesh)
 
         def read(name: str, parameter: Any) -> Tensor:

@@ -404,6 +404,7 @@ class ZeRO3(ZeRO):
         from distft.checkpoint.skeleton import replace_parameters
 
         deepspeed = _load_deepspeed()
+        weights.attach()
         device = local_device()
         first: list[Any] = []
         parameters = list(weights.model.parameters())
@@ -418,7 +419,9 @@ class ZeRO3(ZeRO):
             # The engine sends each tensor from rank 0 before it cuts it up.
             if group_rank() == 0:
                 weights.fill(name, 0, whole)
-            new = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            # `.data`: views of one place would share one version counter, and autograd would take
+            # a write to any of them for one to all.
+            new = torch.nn.Parameter(whole.data, requires_grad=parameter.requires_grad)
             if first:
                 first[0].convert_to_zero_parameters(param_list=[new])
             else:

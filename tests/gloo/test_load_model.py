@@ -445,7 +445,7 @@ def test_a_file_that_is_cut_short_is_found_before_anything_is_read(pools, folder
     ("keywords", "part"),
     [
         ({"quantization_config": {"bits": 4}}, "quantization_config=dict"),
-        ({"peft_config": {"r": 4}}, "peft_config=dict"),
+        ({"peft_config": {"r": 4}}, "takes a peft.LoraConfig"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],
 )
