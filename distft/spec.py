@@ -14,6 +14,7 @@ from typing import Any
 from distft.formulas._numbers import choice, whole
 from distft.formulas.architectures import Decoder, expert_numbers
 from distft.formulas.fetch import Visit
+from distft.formulas.parallel import EXPERT_RULES, TENSOR_RULES
 from distft.formulas.visits import module_visits
 from distft.kept import is_inside, kept_modules, kept_names
 
@@ -70,12 +71,16 @@ class ModelSpec:
         ties: Pairs (other name, name in `tensors`) of names that share one parameter.
         num_experts: Experts per layer, 0 for a dense model.
         experts_per_token: Experts that one token visits per layer.
+        rules: How the model says its tensors are split over `tp`, and its experts over `ep`.
     """
 
     tensors: tuple[TensorSpec, ...]
     ties: tuple[tuple[str, str], ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
+    rules: tuple[Mapping[str, str], Mapping[str, str]] = field(
+        default=({}, {}), repr=False, compare=False
+    )
     _units: tuple[UnitSpec, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +123,7 @@ class ModelSpec:
             (tie,) if decoder.tied else (),
             decoder.num_experts,
             decoder.experts_per_token,
+            (TENSOR_RULES, EXPERT_RULES),
         )
 
     @classmethod
@@ -160,7 +166,8 @@ class ModelSpec:
                 )
             )
         num_experts, per_token = expert_numbers(getattr(model, "config", None))
-        return cls(tuple(tensors), tuple(ties), num_experts, per_token)
+        rules = tuple(dict(getattr(model, name, None) or {}) for name in ("tp_plan", "ep_plan"))
+        return cls(tuple(tensors), tuple(ties), num_experts, per_token, (rules[0], rules[1]))
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:

@@ -6,6 +6,7 @@ from distft.formulas.experts import expert_imbalance, expert_slowdown
 from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
 from distft.formulas.native import ddp_memory, ddp_traffic, sharded_memory, sharded_traffic
+from distft.formulas.parallel import parallel_memory
 from distft.formulas.reports import Collective, MemoryLine, MemoryReport, TrafficReport
 from distft.formulas.time import pipeline_bubble, seconds, training_flops
 from distft.formulas.traffic import (
@@ -36,6 +37,7 @@ __all__ = [
     "lora_params",
     "lora_state_bytes",
     "model_state_bytes",
+    "parallel_memory",
     "pipeline_bubble",
     "ring_bytes",
     "ring_fraction",

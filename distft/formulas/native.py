@@ -24,6 +24,8 @@ from distft.formulas.traffic import ring_fraction, zero_traffic_bytes
 
 # torch's AdamW keeps the step count of every parameter as one fp32 scalar tensor.
 STEP_BYTES = 4
+# Name, phases and bytes of something held for a while.
+Buffer = tuple[str, tuple[str, ...], int]
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
 
 
@@ -87,20 +89,8 @@ def sharded_memory(
     Collective: none.
     """
     tensors = [tensor for unit in units for tensor in unit.tensors]
-    whole = [sum(t.numel * _bytes(t, precision).gathered for t in unit.tensors) for unit in units]
-    # Without resharding every unit stays whole until its backward pass is done.
-    forward = 2 * max(whole) if reshard_after_forward else sum(whole)
-    trained = [tensor for tensor in tensors if tensor.trainable]
-    # In the backward pass a unit's whole gradient lies beside the input of its reduce-scatter.
-    reduced = max(sum(t.numel * _bytes(t, precision).reduced for t in u.tensors) for u in units)
-    backward = forward + max(whole) + reduced
-    buffers: list[tuple[str, tuple[str, ...], int]] = [
-        ("gathered units: at work, fetched ahead", ("forward", "loss"), forward),
-        ("gathered units, whole gradient, reduce-scatter input", ("backward",), backward),
-    ]
-    if defer_reduce:
-        kept = sum(tensor.numel * _bytes(tensor, precision).reduced for tensor in trained)
-        buffers.append(("whole gradients until the last micro-step", ("backward",), kept))
+    gathered = [unit.tensors for unit in units]
+    buffers = buffer_lines(gathered, precision, reshard_after_forward, defer_reduce)
     report = _report(tensors, dp_shard, dp_replicate, precision, optimizer, 3, buffers)
     if offload is None:
         return report
@@ -111,6 +101,36 @@ def sharded_memory(
         for line in report.lines
     ]
     return replace(report, lines=tuple(lines))
+
+
+def buffer_lines(
+    units: Sequence[Sequence[Parameter]],
+    precision: str,
+    reshard_after_forward: bool,
+    defer_reduce: bool,
+) -> list[Buffer]:
+    """Return what gathering holds beside the shards: name, phases and bytes, an upper estimate.
+
+    Raises:
+        ValueError: The precision is unknown.
+
+    Collective: none.
+    """
+    whole = [sum(t.numel * bytes_of_tensor(t, precision).gathered for t in unit) for unit in units]
+    # Without resharding every unit stays whole until its backward pass is done.
+    forward = 2 * max(whole) if reshard_after_forward else sum(whole)
+    trained = [tensor for unit in units for tensor in unit if tensor.trainable]
+    # In the backward pass a unit's whole gradient lies beside the input of its reduce-scatter.
+    reduced = max(sum(t.numel * bytes_of_tensor(t, precision).reduced for t in u) for u in units)
+    backward = forward + max(whole) + reduced
+    buffers: list[Buffer] = [
+        ("gathered units: at work, fetched ahead", ("forward", "loss"), forward),
+        ("gathered units, whole gradient, reduce-scatter input", ("backward",), backward),
+    ]
+    if defer_reduce:
+        kept = sum(tensor.numel * bytes_of_tensor(tensor, precision).reduced for tensor in trained)
+        buffers.append(("whole gradients until the last micro-step", ("backward",), kept))
+    return buffers
 
 
 @dataclass(frozen=True)
@@ -171,7 +191,7 @@ def ddp_traffic(
     """
     size = _sizes(precision).gradient
     trained = [tensor for tensor in tensors if tensor.trainable]
-    reduced = sum(tensor.numel * _bytes(tensor, precision).gradient for tensor in trained)
+    reduced = sum(tensor.numel * bytes_of_tensor(tensor, precision).gradient for tensor in trained)
     sent = [Collective.of("all_reduce", "dp", reduced, ranks, "step", "gradients")]
     if find_unused:
         used = 4 * len(trained)
@@ -219,12 +239,14 @@ def sharded_traffic(
     gathered = sum(
         (2 if reshard_after_forward and unit.name else 1)
         * padded_numel([tensor], dp_shard)
-        * _bytes(tensor, precision).gathered
+        * bytes_of_tensor(tensor, precision).gathered
         for unit in units
         for tensor in unit.tensors
     )
     trained = [tensor for unit in units for tensor in unit.tensors if tensor.trainable]
-    reduced = sum(padded_numel([t], dp_shard) * _bytes(t, precision).reduced for t in trained)
+    reduced = sum(
+        padded_numel([t], dp_shard) * bytes_of_tensor(t, precision).reduced for t in trained
+    )
     per = "step" if defer_reduce else "micro_step"
     shard, replica = "dp_shard", "dp_replicate"
     sent = [
@@ -285,8 +307,14 @@ def _sizes(precision: str) -> Bytes:
     return PRECISIONS[choice("precision", precision, PRECISIONS)]
 
 
-def _bytes(tensor: Parameter, precision: str) -> Bytes:
-    """Return the bytes of one tensor's elements: fp32 throughout where it is kept so."""
+def bytes_of_tensor(tensor: Parameter, precision: str) -> Bytes:
+    """Return the bytes of one tensor's elements: fp32 throughout where it is kept so.
+
+    Raises:
+        ValueError: The precision is unknown.
+
+    Collective: none.
+    """
     return _sizes("fp32" if tensor.kept else precision)
 
 

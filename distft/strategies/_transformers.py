@@ -93,11 +93,7 @@ def find_plans(
             f"{caller}: {len(lost)} of {len(rules or {})} rules of the plan match nothing in "
             f"{type(model).__name__}: {', '.join(lost)}.{_nearest(lost[0], names)}"
         )
-    tensors, experts = model_plans(model)
-    if rules is not None:
-        own = {rule: style for rule, style in rules.items() if style not in EXPERT_STYLES}
-        tensors = {**tensors, **own} if own or rules else {}
-        experts |= {rule: style for rule, style in rules.items() if style in EXPERT_STYLES}
+    tensors, experts = merge_rules(*model_plans(model), rules)
     tensors = {rule: style for rule, style in tensors.items() if rule in names}
     experts = {rule: style for rule, style in experts.items() if rule in names}
     if tp > 1 and not tensors and rules != {}:
@@ -119,6 +115,22 @@ def find_plans(
         if name not in expert_plan and not name.startswith(inside)
     }
     return tensor_plan, expert_plan
+
+
+def merge_rules(
+    tensors: Mapping[str, str], experts: Mapping[str, str], rules: Mapping[str, str] | None
+) -> tuple[Plan, Plan]:
+    """Return a model's rules for tensors and for experts with those of one's own over them.
+
+    An empty mapping of one's own leaves out all rules for tensors.
+
+    Collective: none.
+    """
+    if rules is None:
+        return dict(tensors), dict(experts)
+    own = {rule: style for rule, style in rules.items() if style not in EXPERT_STYLES}
+    of_experts = {rule: style for rule, style in rules.items() if style in EXPERT_STYLES}
+    return ({**tensors, **own} if rules else {}), {**experts, **of_experts}
 
 
 def _generic(name: str) -> str:

@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distft.checkpoint.folder import DCP
 from distft.checkpoint.placement import gather_whole
 from distft.checkpoint.pretrained import loaded_by
-from distft.formulas import MemoryReport, TrafficReport, sharded_memory, sharded_traffic
+from distft.formulas import (
+    MemoryReport,
+    TrafficReport,
+    parallel_memory,
+    sharded_memory,
+    sharded_traffic,
+)
 from distft.kept import modules_in_fp32
-from distft.mesh import Mesh, check_degree, resolve_axes
+from distft.mesh import DENSE_AXES, Mesh, check_degree, resolve_axes
 from distft.peft import base_model
 from distft.process_group import check_host_collectives, local_device
 from distft.spec import check_units, gathered_units, sharding_units
-from distft.strategies._transformers import HALVES
+from distft.strategies._transformers import HALVES, merge_rules
 from distft.strategies.adapters import attach_to_split, check_plain
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
@@ -272,6 +278,16 @@ class Sharded(Strategy):
         read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
+        if mesh.tp * mesh.ep > 1:
+            return parallel_memory(
+                spec.tensors,
+                {axis: getattr(mesh, axis) for axis in (*DENSE_AXES, "ep")},
+                merge_rules(*spec.rules, self._rules()),
+                self.precision,
+                load.optimizer,
+                self.reshard_after_forward,
+                self.defer_reduce,
+            )
         return sharded_memory(
             spec.units_in(self.precision),
             mesh.dp_shard,
@@ -284,6 +300,12 @@ class Sharded(Strategy):
         )
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
+        if mesh.tp * mesh.ep > 1:
+            raise ValueError(
+                f"traffic() of {self!r} is not covered by this version: with tp={mesh.tp} and "
+                f"ep={mesh.ep} activations move too. distft.measure.count_collectives counts what "
+                "torch's own collectives send in a run."
+            )
         return sharded_traffic(
             spec.units_in(self.precision),
             mesh.dp_shard,

@@ -61,7 +61,7 @@ def folders(root: Path) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "strategies", "cases"),
     [
-        (2, (*SIX, TP()), ("linear",)),
+        (2, SIX, ("linear",)),
         (3, (ZeRO3(), FSDP2()), ("drawn, tied, norm", "experts")),
     ],
 )
@@ -75,9 +75,9 @@ def test_adapters_start_and_train_as_those_of_apply(pools, tmp_path, ranks, stra
             assert here[2] == pytest.approx(there[2], rel=1e-6), case
 
 
-def load(folder: Path, lora: dict[str, Any]) -> None:
+def load(folder: Path, lora: dict[str, Any], strategy: Any) -> None:
     distft.init()
-    distft.load_model(folder, FSDP2(), peft_config=lora_config(**lora))
+    distft.load_model(folder, strategy, peft_config=lora_config(**lora))
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,10 @@ def load(folder: Path, lora: dict[str, Any]) -> None:
 def test_adapters_that_start_from_weights_or_fit_nothing_are_refused(pools, tmp_path, lora, says):
     tiny_model("L").save_pretrained(tmp_path)
     with pytest.raises(RanksFailed, match=says):
-        pools(2).run(load, tmp_path, lora)
+        pools(2).run(load, tmp_path, lora, FSDP2())
+
+
+def test_split_layers_get_their_adapters_from_apply(pools, tmp_path):
+    tiny_model("L").save_pretrained(tmp_path)
+    with pytest.raises(RanksFailed, match=r"TP\(tp=2\) takes no peft_config.*apply\(\)"):
+        pools(2).run(load, tmp_path, {}, TP(tp=2))

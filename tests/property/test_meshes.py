@@ -43,3 +43,31 @@ def test_a_plan_is_a_value(names):
     assert first == second
     assert hash(first) == hash(second)
     assert eval(repr(first), {"TP": TP}) == first
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.sampled_from(["fp32", "bf16"]))
+def test_a_product_without_tp_and_ep_holds_what_fully_shard_holds(shards, replicas, defer, kind):
+    from distft.formulas import parallel_memory, sharded_memory
+    from distft.spec import ModelSpec, TensorSpec
+
+    spec = ModelSpec(
+        (
+            TensorSpec("embed", (131, 8)),
+            TensorSpec("a.w", (7, 8), "a"),
+            TensorSpec("a.b", (5,), "a"),
+        )
+    )
+    axes = {"dp_replicate": replicas, "dp_shard": shards, "tp": 1, "ep": 1}
+    mine = parallel_memory(spec.tensors, axes, ({}, {}), kind, defer_reduce=defer)
+    theirs = sharded_memory(spec.units, shards, replicas, kind, defer_reduce=defer)
+    assert mine.per_rank == theirs.per_rank
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))
+def test_parts_of_a_split_tensor_add_up_to_it(tp, rows, columns):
+    from distft.formulas.parallel import part_of
+    from distft.spec import TensorSpec
+
+    tensor = TensorSpec("w", (rows, columns))
+    for style in ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise"):
+        assert sum(part_of(tensor, style, tp, rank).numel for rank in range(tp)) == tensor.numel

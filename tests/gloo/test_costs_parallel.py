@@ -1,0 +1,101 @@
+"""Bytes of model state on each rank under TP, EP and products: predicted and measured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import distft
+from distft import EP, FSDP2, TP, ModelSpec, NDParallel, Workload
+from distft.testing import tiny_batches, tiny_config, tiny_model
+
+FOUR_KV = {"num_key_value_heads": 4}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+CASES = [
+    *[(TP(tp=2), 2, model, {}) for model in ("L", "Lt", "Q", "M", "X", "G")],
+    (TP(tp=2, precision="bf16-mixed"), 2, "Q", {}),
+    (TP(tp=2, precision="bf16"), 2, "L", BIASED),
+    (TP(tp=4), 4, "Lt", FOUR_KV),
+    (EP(ep=2), 2, "M", {}),
+    (EP(ep=3), 3, "X", {}),
+    (EP(ep=2), 4, "M", {}),
+    (NDParallel(tp=2), 4, "Lt", {}),
+    (NDParallel(tp=2), 4, "M", {}),
+    (NDParallel(dp_replicate=2, tp=2), 4, "Q", {}),
+    (NDParallel(dp_replicate=2, ep=2), 4, "M", {}),
+    (NDParallel(tp=2, ep=2), 4, "M", {}),
+    (NDParallel(tp=2, ep=4), 4, "G", {}),
+    (NDParallel(tp=2, ep=2, plan={}), 2, "M", {}),
+]
+
+
+def held(strategy, model_name, changes):
+    """Return bytes of model state with gradients and moments there."""
+    from torch.optim import AdamW
+
+    from distft.measure import model_state_bytes
+    from distft.training.loss import next_token_loss
+
+    distft.init(seed=0)
+    model, optimizer = strategy.apply(tiny_model(model_name, **changes), partial(AdamW, lr=1e-3))
+    # Long enough that the tokens of every rank go to experts of every rank.
+    rows = tiny_batches([15] * 8, seed=0)[strategy.dp_rank :: strategy.dp_size]
+    strategy.train_step(model, optimizer, rows)
+    optimizer.zero_grad()
+    strategy.backward(next_token_loss(model, rows[0]) / 10)
+    total = model_state_bytes(model, optimizer).total
+    optimizer.zero_grad()
+    return total
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "model", "changes"), CASES, ids=str)
+def test_bytes_on_every_rank_are_those_of_the_formula(pools, strategy, ranks, model, changes):
+    spec = ModelSpec.from_model(tiny_model(model, **changes))
+    report = strategy.memory(spec, Workload(seq_len=16), world_size=ranks)
+    assert list(report.per_rank) == pools(ranks).run(held, strategy, model, changes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parameters"),
+    [(NDParallel(tp=2, ep=2, plan={}), 24_320), (EP(ep=2), 16_800)],
+    ids=str,
+)
+def test_experts_are_divided_by_ep_and_whole_tensors_by_nothing(strategy, parameters):  # case 80
+    spec = ModelSpec.from_config(tiny_config("M"))
+    report = strategy.memory(spec, Workload(optimizer="sgd"), world_size=2)
+    line = next(line for line in report.lines if line.name == "parameters")
+    assert line.num_bytes == 4 * parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "heaviest"), [("L", 3, 8_151), ("L", 4, 5_992), ("M", 4, 9_968)]
+)
+def test_the_heaviest_rank_counts_and_not_the_average(model, ranks, heaviest):  # case 81
+    spec = ModelSpec.from_config(tiny_config(model))
+    report = FSDP2().memory(spec, Workload(), world_size=ranks)
+    line = next(line for line in report.lines if line.name == "parameters")
+    assert line.num_bytes == 4 * heaviest
+    root = next(unit for unit in spec.units if unit.name == "")
+    assert root.numel == 2 * 4_192 + 32
+
+
+@pytest.mark.parametrize("model", ["L", "Lt", "Q", "M", "X"])
+@pytest.mark.parametrize(("strategy", "ranks"), [(TP(tp=2), 2), (NDParallel(tp=2), 4)], ids=str)
+def test_a_configuration_says_what_the_model_says(strategy, ranks, model):
+    load = Workload()
+    found = strategy.memory(ModelSpec.from_config(tiny_config(model)), load, world_size=ranks)
+    expected = strategy.memory(ModelSpec.from_model(tiny_model(model)), load, world_size=ranks)
+    assert found.per_rank == expected.per_rank
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_numbers():
+    spec = ModelSpec.from_config(tiny_config("M", num_experts=5))
+    with pytest.raises(ValueError, match="5 experts, and ep is 2"):
+        EP(ep=2).memory(spec, Workload(), world_size=2)
+
+
+def test_traffic_over_tp_and_ep_is_refused_and_not_guessed():
+    spec = ModelSpec.from_config(tiny_config("M"))
+    with pytest.raises(ValueError, match="tp=2 and ep=1"):
+        TP(tp=2).traffic(spec, Workload(), world_size=2)
