@@ -99,6 +99,7 @@ class Sharded(Strategy):
             cast_inputs(model)
         built = build_optimizer(optimizer, dict(model.named_parameters()), groups)
         step_by_layout(built)
+        _split_gradients(model)
         return model, built
 
     def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
@@ -428,6 +429,29 @@ def _whole(tensor: Tensor) -> Tensor:
     if isinstance(whole, DTensor):
         whole = gather_whole(whole)
     return whole.cpu().clone()
+
+
+def _split_gradients(model: nn.Module) -> None:
+    """Keep of each gradient the part that belongs to the part of its parameter.
+
+    torch hands every rank the whole gradient of an embedding that is split by rows;
+    ``fully_shard`` cuts it, and where there is none it is done here.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    def cut(parameter: Any) -> None:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            part = gradient.redistribute(placements=parameter.placements)
+            # A view would hold the whole gradient.
+            parameter.grad = part if part is gradient else part.clone()
+
+    if not isinstance(model, FSDPModule):
+        parameters: list[Any] = list(model.parameters())
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(cut)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
