@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distft.checkpoint.consolidation import consolidate as consolidate
     from distft.checkpoint.folder import latest as latest
     from distft.checkpoint.pretrained import load_model as load_model
+    from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
     from distft.peft import load_adapter as load_adapter
     from distft.process_group import init as init
     from distft.spec import ModelSpec as ModelSpec
@@ -46,6 +47,7 @@ _HOMES = {
     "HSDP": "distft.strategies.sharded",
     "ModelSpec": "distft.spec",
     "NDParallel": "distft.strategies.parallel",
+    "OutOfMemory": "distft.measure.out_of_memory",
     "StepResult": "distft.training.step",
     "Strategy": "distft.strategies.base",
     "TP": "distft.strategies.parallel",

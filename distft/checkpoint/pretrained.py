@@ -59,6 +59,7 @@ def load_model(
         ValueError: There is no such folder, it holds another architecture, or tensors are missing,
             too many, or of other shapes; each is named. Nothing has been allocated then.
         RuntimeError: There is no process group, or a package is missing.
+        OutOfMemory: Memory ran out; what was predicted, what is held, and what would fit.
 
     Collective: every rank.
     """
@@ -74,14 +75,14 @@ def load_model(
         )
     mesh = strategy.mesh()
     strategy._check_installed()
-    with together():
+    with strategy._explained("load_model"), together():
         wanted = _floating(strategy._weight_dtype() if dtype is None else dtype)
         weights = find_weights(Path(path), wanted, config, model_class)
         strategy._check_model(weights.model)
         if peft_config is not None:
             seed = base_seed()
             weights.adapt = lambda model: attach_to_skeleton(model, peft_config, wanted, seed)
-    with together(), ExitStack() as stack:
+    with strategy._explained("load_model", weights.model), together(), ExitStack() as stack:
         weights.advance = stack.enter_context(_progress_bar(len(weights.pieces)))
         stack.enter_context(weights.reader)
         model: nn.Module = strategy._load_weights(weights, mesh)

@@ -27,19 +27,21 @@ class ModelStateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def model_state_bytes(model: nn.Module, optimizer: Optimizer) -> ModelStateBytes:
+def model_state_bytes(model: nn.Module, optimizer: Optimizer | None) -> ModelStateBytes:
     """Return the bytes of model state of this rank: live tensors, counted once each.
 
     Call it after a backward pass to see gradients, after an update to see moments. ZeRO's flat
     partitions count where they are: whole flat weights (stages 1 and 2) and partitioned weights
-    (stage 3) as parameters, fp32 master partitions as optimizer tensors.
+    (stage 3) as parameters, fp32 master partitions as optimizer tensors. Without an optimizer, as
+    before `apply` has made one, its tensors count 0.
 
     Collective: none.
     """
     seen: set[tuple[int, int]] = set()
     parameters = _count(_parameter_tensors(model), seen)
     gradients = _count(_gradient_tensors(model), seen)
-    states: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    by_parameter = optimizer.state.values() if optimizer is not None else ()
+    states: list[Any] = [value for state in by_parameter for value in state.values()]
     masters = _master_tensors(model)
     return ModelStateBytes(parameters, gradients, _count([*masters, *states], seen))
 
@@ -53,6 +55,8 @@ def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
         if not isinstance(tensor, torch.Tensor):
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
+            continue
         num_bytes = local.numel() * local.element_size()
         key = (local.data_ptr(), num_bytes)
         if num_bytes and key not in seen:
@@ -64,7 +68,8 @@ def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
 def _parameter_tensors(model: Any) -> list[Any]:
     parameters: list[Any] = list(unwrap(model).parameters())
     if not is_engine(model):
-        return parameters
+        # Of a model that `load_model` has cut up and no engine has, parts hang on parameters too.
+        return [*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)]
     if model.zero_optimization_stage() == 3:
         # A partitioned parameter is empty; its part hangs on it. Persistent ones are whole.
         return [t for p in parameters for t in (p.data, p.ds_tensor)]

@@ -31,6 +31,7 @@ from distft.strategies.guards import (
     mark_applied,
 )
 from distft.strategies.hooks import StrategyHooks
+from distft.strategies.out_of_memory import explained, remember_optimizer
 from distft.strategies.precision import cast_parameters, compute_kept_in_fp32
 from distft.training.clip import bounds_of, check_max_norm, clip, keep_bounds, take_bounds
 from distft.training.data import Batches, Collate
@@ -172,11 +173,26 @@ class Strategy(StrategyHooks):
             ValueError: The model is distributed already or on the meta device, ranks do not
                 fit, the optimizer or the groups are unusable, or ranks hold different models.
             RuntimeError: There is no process group, or a package is missing.
+            OutOfMemory: Memory ran out; so in every call here that holds tensors. It says what
+                was predicted, what is held, and the smallest change that is predicted to fit.
 
         Collective: every rank.
         """
         mesh = self.mesh()
         self._check_installed()
+        with explained(self, "apply", model):
+            wrapped, built = self._spread(model, optimizer, param_groups, peft_config, mesh)
+        seed_everything(base_seed() + self.dp_rank)
+        return wrapped, built
+
+    def _spread(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        param_groups: Iterable[ParamGroup] | None,
+        peft_config: Any,
+        mesh: Mesh,
+    ) -> tuple[nn.Module, Optimizer]:
         loaded = check_loaded(self, model, peft_config)
         if not loaded:
             check_undistributed(model)
@@ -214,11 +230,11 @@ class Strategy(StrategyHooks):
             compile_blocks(model)
         wrapped, built = self._apply(model, optimizer, groups, mesh)
         mark_applied(self, wrapped, built)
+        remember_optimizer(wrapped, built)
         keep_bounds(wrapped, bounds)
         num_experts, _ = expert_numbers(getattr(unwrap(wrapped), "config", None))
         if num_experts:
             count_tokens_of_experts(wrapped, num_experts)
-        seed_everything(base_seed() + self.dp_rank)
         return wrapped, built
 
     def batches(
@@ -298,9 +314,10 @@ class Strategy(StrategyHooks):
         check_applied(self, "train_step", model, optimizer)
         if not isinstance(micro_batches, Mapping):
             micro_batches = list(micro_batches)
-        if loss_fn is not None:
-            check_loss_is_a_sum(model, micro_batches, loss_fn, self._after_forward)
-        return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
+        with explained(self, "train_step", model, micro_batches):
+            if loss_fn is not None:
+                check_loss_is_a_sum(model, micro_batches, loss_fn, self._after_forward)
+            return run_step(self, model, optimizer, micro_batches, max_grad_norm, loss_fn, count_fn)
 
     def eval_step(
         self,
@@ -330,11 +347,14 @@ class Strategy(StrategyHooks):
         """
         self.mesh()
         check_applied(self, "eval_step", model)
-        try:
-            windows = [micro_batches]
-            return run_evaluation(model, windows, loss_fn, count_fn, "eval_step", self.mesh().tp)
-        finally:
-            self._after_forward(model)
+        with explained(self, "eval_step", model, micro_batches):
+            try:
+                windows = [micro_batches]
+                return run_evaluation(
+                    model, windows, loss_fn, count_fn, "eval_step", self.mesh().tp
+                )
+            finally:
+                self._after_forward(model)
 
     def evaluate(
         self,
@@ -369,10 +389,11 @@ class Strategy(StrategyHooks):
         self.mesh()
         check_applied(self, "evaluate", model)
         windows = self.batches(dataset, micro_batch=micro_batch, collate=collate, shuffle=False)
-        try:
-            return run_evaluation(model, windows, loss_fn, count_fn, "evaluate", self.mesh().tp)
-        finally:
-            self._after_forward(model)
+        with explained(self, "evaluate", model):
+            try:
+                return run_evaluation(model, windows, loss_fn, count_fn, "evaluate", self.mesh().tp)
+            finally:
+                self._after_forward(model)
 
     def generate(self, model: nn.Module, **inputs: Any) -> Any:
         """Return what the model's own ``generate`` returns for this rank's inputs.
@@ -395,10 +416,11 @@ class Strategy(StrategyHooks):
         """
         self.mesh()
         check_applied(self, "generate", model)
-        try:
-            return run_generation(model, inputs, self.forward_gathers, self.mesh().tp)
-        finally:
-            self._after_forward(model)
+        with explained(self, "generate", model, inputs):
+            try:
+                return run_generation(model, inputs, self.forward_gathers, self.mesh().tp)
+            finally:
+                self._after_forward(model)
 
     def expert_load(self, model: nn.Module) -> ExpertLoad:
         """Return the tokens that each expert of each layer got in training, over all data ranks.
@@ -537,17 +559,18 @@ class Strategy(StrategyHooks):
         from distft.checkpoint.save import save_checkpoint
 
         check_applied(self, "save", model, optimizer)
-        return save_checkpoint(
-            self,
-            path,
-            model,
-            optimizer,
-            step=step,
-            scheduler=scheduler,
-            processing_class=processing_class,
-            data=data,
-            extra=extra,
-        )
+        with explained(self, "save", model):
+            return save_checkpoint(
+                self,
+                path,
+                model,
+                optimizer,
+                step=step,
+                scheduler=scheduler,
+                processing_class=processing_class,
+                data=data,
+                extra=extra,
+            )
 
     def load(
         self,
@@ -571,7 +594,8 @@ class Strategy(StrategyHooks):
         from distft.checkpoint.load import load_checkpoint
 
         check_applied(self, "load", model, optimizer)
-        return load_checkpoint(self, path, model, optimizer, scheduler=scheduler, data=data)
+        with explained(self, "load", model):
+            return load_checkpoint(self, path, model, optimizer, scheduler=scheduler, data=data)
 
     def consolidate(self, path: str | Path, out: str | Path, **options: Any) -> Path:
         """Turn a checkpoint into one that ``from_pretrained`` reads; see `distft.consolidate`.
@@ -591,6 +615,11 @@ class Strategy(StrategyHooks):
             if group_rank() == 0:
                 consolidate(path, out, **options)
         return Path(out)
+
+    @contextmanager
+    def _explained(self, call: str, model: nn.Module | None = None) -> Iterator[None]:
+        with explained(self, call, model):
+            yield
 
     # ---- costs ------------------------------------------------------------------------------
 

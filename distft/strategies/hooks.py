@@ -143,5 +143,10 @@ class StrategyHooks(ABC):
 
         return load_whole(weights)
 
+    @contextmanager
+    def _explained(self, call: str, model: nn.Module | None = None) -> Iterator[None]:
+        """Say what would fit where memory runs out inside; for `load_model`, in a layer below."""
+        yield
+
     def _check_installed(self) -> None:
         """Raise RuntimeError where a package is missing; the default needs none."""

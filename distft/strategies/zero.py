@@ -17,7 +17,7 @@ from distft.checkpoint.pickles import refuse_code
 from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memory, zero_traffic
 from distft.kept import kept_names
 from distft.mesh import Mesh
-from distft.process_group import group_rank, local_device
+from distft.process_group import group_rank, local_device, together
 from distft.spec import sharding_units
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
@@ -416,9 +416,11 @@ class ZeRO3(ZeRO):
         def read(name: str, parameter: Tensor) -> Tensor:
             num_bytes = parameter.numel() * parameter.element_size()
             whole = passage[:num_bytes].view(parameter.dtype).view(parameter.shape)
-            # The engine sends each tensor from rank 0 before it cuts it up.
-            if group_rank() == 0:
-                weights.fill(name, 0, whole)
+            # The engine sends each tensor from rank 0 before it cuts it up. The others would wait
+            # for one that rank 0 could not read.
+            with together():
+                if group_rank() == 0:
+                    weights.fill(name, 0, whole)
             # `.data`: views of one place would share one version counter, and autograd would take
             # a write to any of them for one to all.
             new = torch.nn.Parameter(whole.data, requires_grad=parameter.requires_grad)
