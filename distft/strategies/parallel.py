@@ -70,8 +70,8 @@ class TP(Parallel):
     """Each layer's matrices split over ranks that work on the same rows.
 
     Memory: ``1/tp`` of what the plan splits; norms and the like are whole on every rank. Traffic:
-    two all-reduces of the activations for each block, forward and backward. Ranks beyond ``tp``
-    split the rows, as FSDP2.
+    all-reduces of a block's activations, two forward and one for each column-split layer backward.
+    Ranks beyond ``tp`` split the rows, as FSDP2.
 
     Attributes:
         tp: Ranks that share a layer; default all.
