@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.kept import follow_adapters, is_adapter
+from distft.training.wrappers import published_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -338,7 +339,7 @@ def write_adapter(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> No
     config.inference_mode = True
     mapping = None
     if config.task_type is None:
-        base = type(base_model(model))
+        base = published_class(base_model(model))
         mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
 

@@ -29,7 +29,7 @@ from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import random_state
 from distft.peft import ADAPTER, base_model, is_peft, names_to_save, write_adapter
 from distft.process_group import from_rank0, group_rank, group_size, rendezvous, together
-from distft.training.wrappers import unwrap
+from distft.training.wrappers import published_class, unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -235,17 +235,10 @@ def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) ->
         if config is not None and hasattr(config, "save_pretrained"):
             if name == "config":
                 # Only save_pretrained of a model would write it, and readers choose by it.
-                config.architectures = [_published_class(inner).__name__]
+                config.architectures = [published_class(inner).__name__]
             config.save_pretrained(folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-
-
-def _published_class(model: nn.Module) -> type:
-    """Return the class of a model, below the one that ``fully_shard`` puts over it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _describe_files(folder: Path) -> dict[str, SavedFile]:

@@ -184,7 +184,8 @@ class Sharded(Strategy):
                 shard(unit)
         # The root holds the head, with which the backward pass begins: freeing it after the
         # forward pass would gather the largest unit again at once.
-        shard(model, reshard_after_forward=False)
+        # Below adapters, since `generate` of a PEFT model enters the base model itself.
+        shard(base_model(model), reshard_after_forward=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # A sum, not a mean: shares are over the global number of loss tokens already.
@@ -242,6 +243,7 @@ class Sharded(Strategy):
     def _no_sync(self, model: Any) -> Iterator[None]:
         from torch.distributed.fsdp import FSDPModule
 
+        model = base_model(model)
         if not isinstance(model, FSDPModule):
             yield
             return
@@ -447,7 +449,7 @@ def _split_gradients(model: nn.Module) -> None:
             # A view would hold the whole gradient.
             parameter.grad = part if part is gradient else part.clone()
 
-    if not isinstance(model, FSDPModule):
+    if not isinstance(base_model(model), FSDPModule):
         parameters: list[Any] = list(model.parameters())
         for parameter in parameters:
             if isinstance(parameter, DTensor) and parameter.requires_grad:

@@ -25,6 +25,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def published_class(model: nn.Module) -> type:
+    """Return the class of a model, below the one that ``fully_shard`` puts over it.
+
+    Collective: none.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def chosen_parameters(
     model: nn.Module, names: Collection[str] | None
 ) -> Iterator[tuple[str, nn.Parameter]]:
