@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from distft.formulas import visits
 from distft.formulas._numbers import choice, exact, whole
 from distft.formulas.memory import chunk_rows
 from distft.formulas.native import (
@@ -22,7 +23,7 @@ from distft.formulas.native import (
     bytes_of_tensor,
     shard_numels,
 )
-from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
+from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport, Parameter
 
 Rules = Mapping[str, str]
 
@@ -41,32 +42,14 @@ TENSOR_RULES: Rules = {
 EXPERT_RULES: Rules = {
     f"model.layers.*.mlp.experts.{name}_proj": "grouped_gemm" for name in ("gate_up", "down")
 }
+# Gate and up, say: each of two parts is split in itself.
+PACKED = ("packed_colwise", "packed_rowwise")
 _ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 _COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
 
 
-class Named(Protocol):
-    """A parameter with its name; `distft.ModelSpec` has them."""
-
-    @property
-    def name(self) -> str:
-        """Name in the model."""
-
-    @property
-    def unit(self) -> str:
-        """Path of the block that is gathered as one; empty for the rest."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Full shape."""
-
-    @property
-    def trainable(self) -> bool:
-        """Whether it gets a gradient and optimizer state."""
-
-    @property
-    def kept(self) -> bool:
-        """Whether it stays fp32 where others train in bf16."""
+class Named(visits.Named, Parameter, Protocol):
+    """A parameter with its name, block and shape; `distft.ModelSpec` has them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +69,17 @@ class Part:
 Size = Callable[[Part], int]
 
 
+def generic_name(name: str) -> str:
+    """Return a name with ``*`` for each number between dots, as rules have it.
+
+    >>> generic_name("model.layers.3.mlp.w1")
+    'model.layers.*.mlp.w1'
+
+    Collective: none.
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def style_of(name: str, rules: Rules) -> str | None:
     """Return the style of a parameter: its own rule's, else that of its module.
 
@@ -94,7 +88,7 @@ def style_of(name: str, rules: Rules) -> str | None:
     >>> style_of("model.layers.3.mlp.up_proj.weight", TENSOR_RULES)
     'colwise'
     """
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    generic = generic_name(name)
     return rules.get(generic, rules.get(generic.rpartition(".")[0]))
 
 
@@ -115,6 +109,30 @@ def split_dim(style: str | None, num_dims: int) -> int | None:
     return {"embedding_rowwise": 0, "embedding_colwise": 1, "grouped_gemm": 0}.get(style or "")
 
 
+def why_not(name: str, shape: Sequence[int], style: str | None, ranks: int) -> str | None:
+    """Return why a style cannot split a parameter over some ranks, with the numbers, or None.
+
+    Experts stay whole, and the two parts of a packed matrix are split alike.
+
+    Collective: none.
+
+    >>> why_not("experts", (5, 8, 8), "grouped_gemm", 2)
+    'experts has 5 experts, and ep is 2, which must divide them. Choose an ep that does.'
+    """
+    if style == "grouped_gemm" and shape[0] % ranks:
+        return (
+            f"{name} has {shape[0]} experts, and ep is {ranks}, which must divide them. "
+            "Choose an ep that does."
+        )
+    dim = split_dim(style, len(shape))
+    if style in PACKED and len(shape) > 1 and dim is not None and (shape[dim] // 2) % ranks:
+        return (
+            f"{name} packs two parts of {shape[dim] // 2}, and tp is {ranks}, which must divide "
+            "each. Choose a tp that does, or spread the experts with ep."
+        )
+    return None
+
+
 def part_of(tensor: Named, style: str | None, ranks: int, rank: int) -> Part:
     """Return one rank's part of a parameter, cut as `torch.chunk` cuts.
 
@@ -126,19 +144,11 @@ def part_of(tensor: Named, style: str | None, ranks: int, rank: int) -> Part:
     dim = split_dim(style, len(tensor.shape))
     if dim is None or ranks == 1:
         return Part(tensor.shape, tensor.trainable, tensor.kept)
-    size = tensor.shape[dim]
-    if style == "grouped_gemm" and size % ranks:
-        raise ValueError(
-            f"{tensor.name} has {size} experts, and ep is {ranks}, which must divide them. "
-            "Choose an ep that does."
-        )
-    if style in ("packed_colwise", "packed_rowwise") and (size // 2) % ranks:
-        raise ValueError(
-            f"{tensor.name} packs two parts of {size // 2}, and tp is {ranks}, which must divide "
-            "each. Choose a tp that does, or spread the experts with ep."
-        )
+    reason = why_not(tensor.name, tensor.shape, style, ranks)
+    if reason:
+        raise ValueError(reason)
     shape = list(tensor.shape)
-    shape[dim] = chunk_rows(size, ranks)[rank]
+    shape[dim] = chunk_rows(shape[dim], ranks)[rank]
     return Part(tuple(shape), tensor.trainable, tensor.kept)
 
 
@@ -241,10 +251,9 @@ def _state(tensors: Sequence[Named], precision: str, moments: int) -> int:
     """Return bytes of model state of one copy, every tensor split over every rank of it."""
     total = 0
     for tensor in tensors:
-        part = part_of(tensor, None, 1, 0)
-        sizes = bytes_of_tensor(part, precision)
-        trained = sizes.gradient + moments * sizes.moment if part.trainable else 0
-        total += part.numel * (sizes.weight + trained)
+        sizes = bytes_of_tensor(tensor, precision)
+        trained = sizes.gradient + moments * sizes.moment if tensor.trainable else 0
+        total += tensor.numel * (sizes.weight + trained)
     return total
 
 

@@ -7,10 +7,11 @@ split is decided here. `tests/unit/test_transformers_names.py` fails first when 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from distft.formulas.parallel import generic_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +24,6 @@ DISPATCH, EXPERTS, NORM = "ep_dispatch_experts", "grouped_gemm", "replicated_wit
 EXPERT_STYLES = (DISPATCH, EXPERTS)
 # Between layers of these two styles activations are split.
 HALVES = ("colwise", "rowwise")
-# Layouts of the part of a packed tensor: gate and up are split alike, each in itself.
-PACKED = ("packed_colwise", "packed_rowwise")
 
 
 def require_styles() -> Any:
@@ -133,20 +132,16 @@ def merge_rules(
     return ({**tensors, **own} if rules else {}), {**experts, **of_experts}
 
 
-def _generic(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def _generic_names(model: nn.Module) -> set[str]:
-    modules = {_generic(name) for name, _ in model.named_modules() if name}
+    modules = {generic_name(name) for name, _ in model.named_modules() if name}
     parameters = model.named_parameters(remove_duplicate=False)
-    return modules | {_generic(name) for name, _ in parameters}
+    return modules | {generic_name(name) for name, _ in parameters}
 
 
 def _nearest(rule: str, names: set[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(_generic(rule), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(generic_name(rule), names, n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else " Write names as in named_modules()."
 
 
@@ -157,10 +152,10 @@ def _expand(model: nn.Module, plan: Plan) -> Plan:
     """
     found: Plan = {}
     for path, module in model.named_modules():
-        style = plan.get(_generic(path))
+        style = plan.get(generic_name(path))
         for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}" if path else name
-            chosen = plan.get(_generic(full), style)
+            chosen = plan.get(generic_name(full), style)
             if chosen is not None:
                 found[full] = chosen
         if style is not None:
@@ -178,15 +173,9 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
     Collective: none.
     """
-    styles = require_styles()
     modules = dict(model.named_modules())
     with _ties_kept(model):
-        for name, style in plan.items():
-            if name in modules:
-                continue
-            path, _, parameter = name.rpartition(".")
-            styles[style].shard_param(modules[path], parameter, mesh)
-            _own_memory(modules[path], parameter)
+        _split_parameters(modules, mesh, plan)
     for name, style in plan.items():
         if name in modules:
             module = modules[name]
@@ -200,17 +189,20 @@ def split_experts(model: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, pl
 
     Collective: none.
     """
-    styles = require_styles()
     modules = dict(model.named_modules())
-    for name, style in plan.items():
-        if name in modules:
-            continue
-        path, _, parameter = name.rpartition(".")
-        styles[style].shard_param(modules[path], parameter, ep_mesh)
-        _own_memory(modules[path], parameter)
+    _split_parameters(modules, ep_mesh, plan)
     for name, style in plan.items():
         if name in modules:
             fit_forward(modules[name], style, tp_mesh, ep_mesh)
+
+
+def _split_parameters(modules: Mapping[str, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:
+    styles = require_styles()
+    for name, style in plan.items():
+        if name not in modules:
+            path, _, parameter = name.rpartition(".")
+            styles[style].shard_param(modules[path], parameter, mesh)
+            own_memory(modules[path]._parameters[parameter])
 
 
 def fit_forward(module: nn.Module, style: str, tp_mesh: DeviceMesh, ep_mesh: DeviceMesh) -> None:
@@ -233,7 +225,7 @@ def split_factor(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     """
     for name in list(module._parameters):
         require_styles()[style].shard_param(module, name, mesh)
-        _own_memory(module, name)
+        own_memory(module._parameters[name])
     fit_forward(module, style, mesh, mesh)
 
 
@@ -262,18 +254,16 @@ def _ties_kept(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = tensors[0]
 
 
-def _own_memory(module: nn.Module, name: str) -> None:
-    """Let a rank's part have memory of its own: a view would hold all of the whole tensor."""
-    parameter: Any = module._parameters[name]
-    local = getattr(parameter, "_local_tensor", None)
-    if local is not None and not local.is_meta:
-        parameter._local_tensor = local.detach().clone(memory_format=_contiguous())
+def own_memory(parameter: Any) -> None:
+    """Let a rank's part have memory of its own: a view would hold all of the whole tensor.
 
-
-def _contiguous() -> Any:
+    Collective: none.
+    """
     import torch
 
-    return torch.contiguous_format
+    local = getattr(parameter, "_local_tensor", None)
+    if local is not None and not local.is_meta:
+        parameter._local_tensor = local.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _sum_gradients_in_backward(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distft.peft import PREFIX, adapter_names, attach_adapters, is_peft
 from distft.process_group import base_seed
-from distft.strategies._transformers import fit_forward, split_factor
+from distft.strategies._transformers import fit_forward, own_memory, split_factor
 from distft.strategies.precision import cast_parameters
 from distft.strategies.split import Split
 
@@ -222,7 +222,7 @@ def _split_expert_factors(wrapper: Any, split: Split) -> None:
             part = distribute_tensor(
                 whole.detach(), split.expert["ep"], [placement], src_data_rank=None
             )
-            part._local_tensor = part._local_tensor.clone(memory_format=torch.contiguous_format)
+            own_memory(part)
             factor.weight = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
     wrapper._activate_lora = partial(_fold_locally, wrapper)
 

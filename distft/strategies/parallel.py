@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from distft.mesh import Mesh, check_degree, resolve_axes
 from distft.strategies.sharded import Sharded
@@ -141,11 +141,3 @@ class NDParallel(Parallel):
             tp=self.tp,
         )
         return self._with_experts(num_ranks, axes, self.ep)
-
-
-def is_split(parameter: Any) -> bool:
-    """Return whether TP or EP split a parameter already.
-
-    Collective: none.
-    """
-    return hasattr(parameter, "placements")

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from distft.formulas.parallel import why_not
 from distft.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from distft.strategies._transformers import (
     DISPATCH,
-    EXPERTS,
-    PACKED,
     Plan,
     find_plans,
     split_experts,
@@ -107,19 +106,8 @@ def _check_heads(caller: str, model: nn.Module, tp: int, plan: Plan) -> None:
 
 def _check_sizes(caller: str, model: nn.Module, mesh: Mesh, tensors: Plan, experts: Plan) -> None:
     """Raise where experts, or the halves of packed tensors, do not divide."""
-    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-    for name, style in experts.items():
-        if style == EXPERTS and name in shapes and shapes[name][0] % mesh.ep:
-            raise ValueError(
-                f"{caller} on {mesh.num_ranks} ranks: {name} has {shapes[name][0]} experts, and ep "
-                f"is {mesh.ep}, which must divide them. Choose an ep that does."
-            )
-    for name, style in tensors.items():
-        if style not in PACKED or name not in shapes or len(shapes[name]) < 2:
-            continue
-        width = shapes[name][-1 if style == "packed_rowwise" else -2] // 2
-        if width % mesh.tp:
-            raise ValueError(
-                f"{caller}: {name} packs two parts of {width}, and tp is {mesh.tp}, which must "
-                "divide each. Choose a tp that does, or spread the experts with ep."
-            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for plan, ranks in ((experts, mesh.ep), (tensors, mesh.tp)):
+            reason = why_not(name, parameter.shape, plan.get(name), ranks)
+            if reason:
+                raise ValueError(f"{caller} on {mesh.num_ranks} ranks: {reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distft.training.wrappers import unwrap
@@ -50,14 +50,26 @@ def check_same_rows(batches: Iterable[Mapping[str, Any]], copies: int, call: str
         return
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _digest(batches))
-    for rank, digest in enumerate(everyone):
+    for first, rank in unequal_neighbours(everyone, copies):
+        raise ValueError(
+            f"{call} got different rows on ranks {first} and {rank}, which are in one tp group "
+            f"of {copies} and work on the same rows. Read data by strategy.dp_rank of "
+            "strategy.dp_size, as strategy.batches does."
+        )
+
+
+def unequal_neighbours(found: Sequence[Any], copies: int) -> Iterator[tuple[int, int]]:
+    """Yield the first rank of a group of ``copies`` and each in it that found something else.
+
+    >>> list(unequal_neighbours(["a", "a", "b", "c"], 2))
+    [(2, 3)]
+
+    Collective: none.
+    """
+    for rank in range(len(found) if copies > 1 else 0):
         first = rank - rank % copies
-        if digest != everyone[first]:
-            raise ValueError(
-                f"{call} got different rows on ranks {first} and {rank}, which are in one tp group "
-                f"of {copies} and work on the same rows. Read data by strategy.dp_rank of "
-                "strategy.dp_size, as strategy.batches does."
-            )
+        if found[rank] != found[first]:
+            yield first, rank
 
 
 def _digest(batches: Iterable[Mapping[str, Any]]) -> bytes:

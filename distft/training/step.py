@@ -21,7 +21,7 @@ from distft.training.loss import (
     router_coefficient,
     router_losses,
 )
-from distft.training.rows import check_first_rows
+from distft.training.rows import check_first_rows, unequal_neighbours
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -228,14 +228,12 @@ def _check_copies(
 ) -> None:
     """Raise where ranks that must read the same rows counted different numbers."""
     found = list(zip(sizes, tokens, loss_tokens, strict=True))
-    for rank, mine in enumerate(found):
-        first = rank - rank % copies
-        if mine != found[first]:
-            raise ValueError(
-                f"Ranks {first} and {rank} are in one tp group, which works on the same rows, and "
-                f"got {found[first]} and {mine} micro-batches, tokens and loss tokens. Read data "
-                "by strategy.dp_rank of strategy.dp_size, as strategy.batches does."
-            )
+    for first, rank in unequal_neighbours(found, copies):
+        raise ValueError(
+            f"Ranks {first} and {rank} are in one tp group, which works on the same rows, and "
+            f"got {found[first]} and {found[rank]} micro-batches, tokens and loss tokens. Read "
+            "data by strategy.dp_rank of strategy.dp_size, as strategy.batches does."
+        )
 
 
 def _batch_of_rank(rank: int, batches: Sequence[Batch]) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from distft.formulas.parallel import PACKED
 from distft.strategies import _transformers as names
 from distft.testing import tiny_model
 
@@ -15,7 +16,7 @@ def test_every_style_that_a_plan_here_names_is_registered():
     styles = names.require_styles()
     for style in ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output"):
         assert hasattr(styles[style], "shard_param")
-    for style in (names.NORM, names.DISPATCH, names.EXPERTS, *names.PACKED, "moe_tp_experts"):
+    for style in (names.NORM, names.DISPATCH, names.EXPERTS, *PACKED, "moe_tp_experts"):
         assert hasattr(styles[style], "install_forward")
 
 
