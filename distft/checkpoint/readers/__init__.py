@@ -1,0 +1,1 @@
+"""Readers of every checkpoint format; each returns a shard map."""
