@@ -12,15 +12,15 @@ import distft
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
 from distft.spec import ModelSpec, Workload
 from distft.testing import WorkerPool, tiny_batches, tiny_model
+from tests.matrix import every_pair
 
 MODELS = ("L", "Lt", "Q", "M")
 ACCUMULATIONS = (1, 3)
 HSDP_2X2 = HSDP(dp_replicate=2, dp_shard=2)
 PLAIN = [
-    (strategy, ranks)
-    for strategy in (DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2())
-    for ranks in (2, 3)
-] + [(HSDP_2X2, 4)]
+    *every_pair([DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2()], [2, 3], MODELS),
+    *every_pair([HSDP_2X2], [4], MODELS),
+]
 POLICIES = [
     ZeRO3(prefetch_bucket_size=3_000, max_live_parameters=9_000),
     FSDP2(reshard_after_forward=False),
@@ -129,15 +129,13 @@ def check_traffic(strategy: Any, results: list[dict[str, Any]], grad_accum: int)
         assert result["wire_bytes"][grad_accum] == report.bytes_per_step
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("strategy", "ranks"), PLAIN, ids=str)
+@pytest.mark.parametrize(("strategy", "ranks", "name"), PLAIN, ids=str)
 def test_bytes_held_by_each_rank_equal_the_memory_report(measured, strategy, ranks, name):
     check_memory(strategy, measured(strategy, ranks, name))
 
 
 @pytest.mark.parametrize("grad_accum", ACCUMULATIONS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("strategy", "ranks"), PLAIN, ids=str)
+@pytest.mark.parametrize(("strategy", "ranks", "name"), PLAIN, ids=str)
 def test_bytes_sent_by_each_rank_equal_the_traffic_report(
     measured, strategy, ranks, name, grad_accum
 ):

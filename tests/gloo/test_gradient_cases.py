@@ -17,6 +17,7 @@ from distft.measure import count_collectives
 from distft.testing import tiny_batches, tiny_model
 from distft.testing.runs import Training, differences, step_by_pieces, train_alone, train_under
 from distft.training.loss import count_next_tokens, next_token_loss
+from tests.matrix import every_pair
 
 SIX = [
     (DDP(), 2),
@@ -74,10 +75,14 @@ def one_step(strategy, loss_tokens):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "grad_accum"), [(2, 2), (4, 1), (2, 1), (4, 2)], ids=lambda value: str(value)
+    ("strategy", "ranks", "grad_accum", "tokens"),
+    every_pair(
+        [DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2(), HSDP()],
+        [(2, 2), (4, 1), (2, 1), (4, 2)],
+        [[3, 11, 7, 2], [5, 5, 5, 5]],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("tokens", [(3, 11, 7, 2), (5, 5, 5, 5)], ids=["uneven", "uniform"])
-@pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2(), HSDP()], ids=str)
 def test_the_mean_is_over_all_loss_tokens(pools, strategy, ranks, grad_accum, tokens):
     """GRAD-01: a mean of per-rank means would over-weight the rows with 2 and 3 tokens."""
     if isinstance(strategy, HSDP):

@@ -8,12 +8,12 @@ import pytest
 
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
 from distft.testing.runs import Training, TrainingRecord, differences, train_alone, train_under
+from tests.matrix import every_pair
 
 WORLDS = [
     *[(s, n) for n in (2, 3) for s in (DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2())],
     (HSDP(dp_replicate=2), 4),
 ]
-IDS = [f"{strategy}@{ranks}" for strategy, ranks in WORLDS]
 
 
 @cache
@@ -21,10 +21,11 @@ def reference(model: str, num_micro_batches: int, max_norm: float | None) -> Tra
     return train_alone(Training(model, 3, num_micro_batches, max_norm))
 
 
-@pytest.mark.parametrize("max_norm", [0.1, None], ids=["clip", "free"])
-@pytest.mark.parametrize("grad_accum", [1, 3])
-@pytest.mark.parametrize("model", ["L", "Lt", "Q", "M"])
-@pytest.mark.parametrize(("strategy", "ranks"), WORLDS, ids=IDS)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "model", "grad_accum", "max_norm"),
+    every_pair(WORLDS, ["L", "Lt", "Q", "M"], [1, 3], [0.1, None]),
+    ids=str,
+)
 def test_three_steps_equal_one_process(pools, strategy, ranks, model, grad_accum, max_norm):
     training = Training(model, 3, ranks * grad_accum, max_norm)
     expected = reference(model, ranks * grad_accum, max_norm)

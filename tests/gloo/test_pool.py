@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
@@ -41,11 +42,26 @@ def end_the_process():
     return dist.get_rank()
 
 
-def test_ranks_return_in_order_and_live_on_between_runs(pools):
-    first = pools(2).run(rank_and_sum)
-    second = pools(2).run(rank_and_sum)
+def test_ranks_return_in_order_and_live_on_between_runs():
+    with WorkerPool(2, timeout=60) as pool:
+        first = pool.run(rank_and_sum)
+        second = pool.run(rank_and_sum)
     assert [answer[:2] for answer in first] == [(0, 3.0), (1, 3.0)]
     assert [answer[2] for answer in first] == [answer[2] for answer in second]
+
+
+def make_groups(number):
+    for _ in range(number):
+        dist.new_group(list(range(dist.get_world_size())))
+    return os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_new_ranks_take_over_where_groups_have_piled_up():
+    with WorkerPool(2, timeout=60, max_threads=20) as pool:
+        processes = [pool.run(make_groups, 3)[0] for _ in range(5)]
+    # 4 threads, and 3 more for each group: 13 after the first run, 22 after the second.
+    assert [processes.index(each) for each in processes] == [0, 0, 2, 2, 4]
 
 
 def test_an_error_on_one_rank_comes_back_with_its_traceback(pools):
