@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from distft.checkpoint import foreign
-from distft.checkpoint.folder import DEEPSPEED, MANIFEST, STATE_FILE, find_checkpoint, read_manifest
+from distft.checkpoint.folder import (
+    DEEPSPEED,
+    MANIFEST,
+    NUMBERED,
+    STATE_FILE,
+    find_checkpoint,
+    newest_numbered,
+    read_manifest,
+)
 from distft.checkpoint.foreign import Engine, Parts
 from distft.checkpoint.pickles import load_values, names_asked
 
 PARTS = ("weights", "optimizer", "scheduler", "random state", "data position")
-# Folders that hold one checkpoint of several, in the spelling of each tool.
-_NUMBERED = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def adopt(path: str | Path) -> Adoption:
         if found is not None:
             absent = [part for part in PARTS if part not in found.parts]
             return replace(found, missing=(*absent, *found.missing))
-    below = _newest_below(folder)
+    below = newest_numbered(folder)
     if below is not None:
         return adopt(below)
     files = sorted(member.name for member in folder.iterdir())
@@ -112,15 +117,6 @@ def adopt(path: str | Path) -> Adoption:
         "adapter_config.json (PEFT), config.json beside weights (from_pretrained), and folders "
         "checkpoint-N, step-N, global_stepN. Pass the folder that holds one of these."
     )
-
-
-def _newest_below(folder: Path) -> Path | None:
-    found = [
-        (int(match[1]), child)
-        for child in folder.iterdir()
-        if child.is_dir() and (match := _NUMBERED.search(child.name))
-    ]
-    return max(found)[1] if found else None
 
 
 def _distft(folder: Path) -> Adoption | None:
@@ -222,7 +218,7 @@ def _dcp(folder: Path) -> Adoption | None:
     if not engine.parts:
         return None
     kind = f"a distributed checkpoint of torch{engine.beside}"
-    step = _NUMBERED.search(folder.resolve().name)
+    step = NUMBERED.search(folder.resolve().name)
     report = Adoption(folder, kind, "", parts=engine.parts, step=int(step[1]) if step else None)
     return _with_engine(report, engine)
 
@@ -298,7 +294,7 @@ def _model(folder: Path) -> Adoption | None:
     parts = foreign.whole_files(folder)
     if not (folder / "config.json").is_file() or "weights" not in parts:
         return None
-    below = _newest_below(folder)
+    below = newest_numbered(folder)
     config = _read_json(folder / "config.json")
     return Adoption(
         folder,

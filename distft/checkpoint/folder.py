@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ LAYOUTS = (DCP, DEEPSPEED)
 STATE_FILE = "state.pt"
 # The parts of the state file.
 TRAIN_STATE = ("groups", "scalars", "scheduler", "data")
+# Folders that hold one checkpoint of several, in the spelling of each tool.
+NUMBERED = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -213,3 +216,16 @@ def find_checkpoint(path: str | Path) -> Path:
         f"No checkpoint at {path}: searched it for {MANIFEST}, and {what}. "
         "Pass a folder that Strategy.save returned, or the folder above it."
     )
+
+
+def newest_numbered(folder: Path) -> Path | None:
+    """Return the folder below one that other tools would have numbered highest, or None.
+
+    Collective: none.
+    """
+    found = [
+        (int(match[1]), child)
+        for child in folder.iterdir()
+        if child.is_dir() and (match := NUMBERED.search(child.name))
+    ]
+    return max(found)[1] if found else None

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from distft.checkpoint.dcp import METADATA, safe_reader
-from distft.checkpoint.pickles import StandIn, look_inside
+from distft.checkpoint.readers.torch_zip import read_torch_file
+from distft.checkpoint.readers.unpickle import StandIn, StoredTensor
 
 Parts = Mapping[str, Sequence[str]]
 
 _MODEL_STATES, _OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
 _SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-_STORAGES = {"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ def _tag(folder: Path) -> Path | None:
 
 def _read_deepspeed(folder: Path, tag: Path) -> Engine:
     models, optimizers = names(tag, _MODEL_STATES), names(tag, _OPTIM_STATES)
-    state = _mapping(look_inside(tag / models[0]))
+    state = _mapping(read_torch_file(tag, models[0]))
     ranks = state.get("dp_world_size")
     config = _mapping(state.get("ds_config"))
     stage = int(_mapping(config.get("zero_optimization")).get("stage") or 0)
     if optimizers:
-        inner = _mapping(look_inside(tag / optimizers[0])).get("optimizer_state_dict")
+        inner = _mapping(read_torch_file(tag, optimizers[0])).get("optimizer_state_dict")
         said = _mapping(inner).get("zero_stage", stage)
         stage = int(said.args[0] if isinstance(said, StandIn) else said)
     prefix = "" if tag == folder else f"{tag.name}/"
@@ -191,13 +191,9 @@ def _read_deepspeed(folder: Path, tag: Path) -> Engine:
 
 
 def _dtype(tensors: Mapping[str, Any]) -> str | None:
-    """Return the dtype of the first tensor, from the storage that its description names."""
-    for tensor in tensors.values():
-        if isinstance(tensor, StandIn) and tensor.args and isinstance(tensor.args[0], StandIn):
-            storage = tensor.args[0].args[1]
-            kind = getattr(storage, "asked", "").rpartition(".")[2]
-            return _STORAGES.get(kind, kind) or None
-    return None
+    """Return the dtype of the first tensor."""
+    found = (tensor.dtype for tensor in tensors.values() if isinstance(tensor, StoredTensor))
+    return next(found, None)
 
 
 def _read_dcp(folder: Path, home: Path) -> Engine:

@@ -23,13 +23,20 @@ BUFFER_BYTES = 4 * 2**20
 DTYPES = {
     "BF16": "bfloat16",
     "BOOL": "bool",
+    "C64": "complex64",
     "F16": "float16",
     "F32": "float32",
     "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "I16": "int16",
     "I32": "int32",
     "I64": "int64",
     "I8": "int8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
     "U8": "uint8",
 }
 

@@ -39,6 +39,9 @@ ITEM_BYTES = {
 # Problems that one tensor or file lists; more of them say nothing new.
 MAX_PROBLEMS = 3
 
+# Start and shape.
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -178,6 +181,7 @@ class LogicalTensor:
         """
         pieces = [(piece.start, piece.shape, piece.flat) for piece in self.pieces()]
         shape = self.shape
+        blocks: list[Block]
         if any(flat for *_, flat in pieces):
             blocks = [
                 ((first,), (count,))
@@ -188,9 +192,6 @@ class LogicalTensor:
         else:
             blocks = [(start, size) for start, size, _ in pieces]
         return [f"{self.name} {text}" for text in _check_blocks(shape, blocks)]
-
-
-Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _check_blocks(shape: tuple[int, ...], blocks: Sequence[Block]) -> list[str]:
@@ -242,8 +243,8 @@ def _overlap(blocks: Sequence[Block], dim: int, dims: int) -> tuple[Block, Block
             reaching = []
         reaching.append((first, count))
         open_until = max(open_until, first + count)
-    for band in bands.values():
-        found = _overlap(band, dim + 1, dims)
+    for same in bands.values():
+        found = _overlap(same, dim + 1, dims)
         if found is not None:
             return found
     return None

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distft.checkpoint.pickles import look_inside, refuse_code
+from distft.checkpoint.pickles import refuse_code
+from distft.checkpoint.readers.torch_zip import read_torch_file
 from distft.checkpoint.whole_run import ADDED
 from distft.process_group import group_size, together
 
@@ -83,7 +84,7 @@ def _check_engine(folder: Path, stage: int, num_ranks: int | None, model: Any) -
 def _check_parameters(folder: Path, model: Any, optimizer: Optimizer) -> None:
     import torch
 
-    state = look_inside(next(iter(sorted(folder.glob("*_model_states.pt")))))
+    state = _description(folder, "*_model_states.pt")
     shapes = {
         name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.module.named_parameters()
     }
@@ -114,7 +115,7 @@ def _check_parameters(folder: Path, model: Any, optimizer: Optimizer) -> None:
 
 
 def _check_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    state = look_inside(next(iter(sorted(folder.glob("*_optim_states.pt")))))
+    state = _description(folder, "*_optim_states.pt")
     inner: Mapping[str, Any] = state["optimizer_state_dict"]
     base = inner.get("base_optimizer_state") or inner.get("optimizer_state_dict") or {}
     groups = base.get("param_groups") or [{}]
@@ -125,3 +126,8 @@ def _check_optimizer(folder: Path, optimizer: Optimizer) -> None:
             f"run's has {len(mine)}, {sorted(mine)}. Pass the class of that run to apply(), or "
             "start from the weights."
         )
+
+
+def _description(folder: Path, pattern: str) -> Any:
+    """Return what the first of these files describes."""
+    return read_torch_file(folder, min(folder.glob(pattern)).name)

@@ -1,1 +1,77 @@
 """Readers of every checkpoint format; each returns a shard map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distft.checkpoint.folder import LAYOUTS, MANIFEST, find_checkpoint, newest_numbered
+from distft.checkpoint.readers.dcp import METADATA, find_dcp, read_dcp
+from distft.checkpoint.readers.deepspeed import MODEL_STATES, read_deepspeed, tag_folder
+from distft.checkpoint.readers.distft import read_distft
+from distft.checkpoint.readers.safetensors import ADAPTER_FILE, find_safetensors, read_safetensors
+from distft.checkpoint.readers.state_dict import INDEX, SINGLE, read_state_dict
+from distft.checkpoint.shards import ShardMap
+
+_FILES = (".pt", ".pth", ".bin")
+
+
+def read_map(path: str | Path) -> ShardMap:
+    """Return what a checkpoint of any format holds, as a shard map; no tensor is read.
+
+    Args:
+        path: A checkpoint's folder, the folder inside it that holds the state, a run's root, which
+            means its latest checkpoint, or one file of weights.
+
+    Raises:
+        ValueError: There is no checkpoint of a known format, or it is broken; what was looked for,
+            or what is wrong, is named.
+
+    Collective: none.
+    """
+    path = Path(path).absolute()
+    if path.is_file():
+        return _read_file(path)
+    if not path.is_dir():
+        raise ValueError(f"No checkpoint at {path}: there is no such folder. Pass one that exists.")
+    if _is_of_distft(path):
+        return read_distft(find_checkpoint(path))
+    tag = tag_folder(path)
+    if tag is not None:
+        return read_deepspeed(path, tag)
+    halves = find_dcp(path)
+    if halves:
+        return read_dcp(halves)
+    if find_safetensors(path):
+        return read_safetensors(path)
+    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+        return read_state_dict(path)
+    below = newest_numbered(path)
+    if below is not None:
+        return read_map(below)
+    raise _unknown(path)
+
+
+def _is_of_distft(path: Path) -> bool:
+    inside = path.name in LAYOUTS and (path.parent / MANIFEST).is_file()
+    return inside or (path / MANIFEST).is_file() or any(path.glob(f"*/{MANIFEST}"))
+
+
+def _read_file(path: Path) -> ShardMap:
+    if path.suffix in _FILES:
+        return read_state_dict(path)
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    raise ValueError(
+        f"{path} is none of {', '.join(_FILES)}, .safetensors. Pass the folder of a checkpoint."
+    )
+
+
+def _unknown(path: Path) -> ValueError:
+    names = sorted(member.name for member in path.iterdir())
+    return ValueError(
+        f"No checkpoint at {path}: nothing known among its {len(names)} files and folders"
+        f"{' (' + ', '.join(names[:5]) + ')' if names else ''}. Looked for {MANIFEST} (distft), "
+        f"*{MODEL_STATES} (DeepSpeed), {METADATA} (torch's distributed checkpoint, also in "
+        f"pytorch_model_fsdp_0), model*.safetensors, {ADAPTER_FILE} (PEFT), {SINGLE}, and folders "
+        "checkpoint-N, step-N, global_stepN. Pass the folder that holds one of these."
+    )
