@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from distft.checkpoint.adopt import adopt as adopt
     from distft.checkpoint.consolidation import consolidate as consolidate
     from distft.checkpoint.folder import latest as latest
+    from distft.checkpoint.inspection import Inspection as Inspection
+    from distft.checkpoint.inspection import inspect as inspect
     from distft.checkpoint.pretrained import load_model as load_model
+    from distft.checkpoint.verify import Verification as Verification
+    from distft.checkpoint.verify import verify as verify
     from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
     from distft.peft import load_adapter as load_adapter
     from distft.process_group import init as init
@@ -45,12 +49,14 @@ _HOMES = {
     "ExpertLoad": "distft.training.experts",
     "FSDP2": "distft.strategies.sharded",
     "HSDP": "distft.strategies.sharded",
+    "Inspection": "distft.checkpoint.inspection",
     "ModelSpec": "distft.spec",
     "NDParallel": "distft.strategies.parallel",
     "OutOfMemory": "distft.measure.out_of_memory",
     "StepResult": "distft.training.step",
     "Strategy": "distft.strategies.base",
     "TP": "distft.strategies.parallel",
+    "Verification": "distft.checkpoint.verify",
     "Workload": "distft.spec",
     "ZeRO1": "distft.strategies.zero",
     "ZeRO2": "distft.strategies.zero",
@@ -58,11 +64,13 @@ _HOMES = {
     "adopt": "distft.checkpoint.adopt",
     "consolidate": "distft.checkpoint.consolidation",
     "init": "distft.process_group",
+    "inspect": "distft.checkpoint.inspection",
     "latest": "distft.checkpoint.folder",
     "load_adapter": "distft.peft",
     "load_model": "distft.checkpoint.pretrained",
     "strategy": "distft.strategies.by_name",
     "unwrap": "distft.training.wrappers",
+    "verify": "distft.checkpoint.verify",
 }
 _SUBMODULES = ("formulas", "measure", "testing")
 

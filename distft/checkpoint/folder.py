@@ -20,6 +20,7 @@ LAYOUTS = (DCP, DEEPSPEED)
 STATE_FILE = "state.pt"
 # The parts of the state file.
 TRAIN_STATE = ("groups", "scalars", "scheduler", "data")
+_CHECKSUM = "manifest_crc32"
 # Folders that hold one checkpoint of several, in the spelling of each tool.
 NUMBERED = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
 
@@ -77,8 +78,13 @@ class Manifest:
         return self.world_size // self.mesh.get("tp", 1)
 
     def to_json(self) -> str:
-        """Return the text of ``distft.json``."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1)
+        """Return the text of ``distft.json``, whose own checksum stands at its end."""
+        fields = {"format_version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1)
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields).encode())
 
 
 def describe_file(path: Path) -> SavedFile:
@@ -112,7 +118,12 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         fields = json.loads(file.read_text())
+        # Saves of before had none.
+        said = fields.pop(_CHECKSUM, None)
+        now = _checksum(fields)
         version = fields.pop("format_version")
+        if version == FORMAT_VERSION and said not in (None, now):
+            raise ValueError(f"its checksum is {now}, and it says {said}")
         # A later format may have other fields, so its version is looked at before them.
         manifest = _manifest(fields) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -378,6 +378,7 @@ def replace_file(path: Path, name: str, write: Callable[[Path], Any]) -> None:
     write(path / name)
     fields = json.loads((path / MANIFEST).read_text())
     fields["files"][name]["size"] = (path / name).stat().st_size
+    del fields["manifest_crc32"]
     (path / MANIFEST).write_text(json.dumps(fields))
 
 

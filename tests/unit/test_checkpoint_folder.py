@@ -144,3 +144,15 @@ def test_a_file_of_another_size_is_named_with_both_sizes(tmp_path):
     (path / DCP / "shard").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"dcp/shard has 4 bytes, and distft\.json says 9 bytes"):
         read_manifest(path)
+
+
+def test_a_changed_manifest_is_broken_and_one_of_before_is_read(tmp_path):
+    path = write_checkpoint(tmp_path / "saved", 4)
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace('"step": 4', '"step": 5'))
+    with pytest.raises(ValueError, match=r"not a whole manifest: its checksum is \d+, and it says"):
+        read_manifest(path)
+    fields = json.loads(text)
+    del fields["manifest_crc32"]
+    (path / MANIFEST).write_text(json.dumps(fields))
+    assert read_manifest(path).step == 4

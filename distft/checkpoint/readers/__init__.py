@@ -15,6 +15,10 @@ from distft.checkpoint.shards import ShardMap
 _FILES = (".pt", ".pth", ".bin")
 
 
+class UnknownFormat(ValueError):
+    """Nothing of a known format is at a path."""
+
+
 def read_map(path: str | Path) -> ShardMap:
     """Return what a checkpoint of any format holds, as a shard map; no tensor is read.
 
@@ -32,15 +36,17 @@ def read_map(path: str | Path) -> ShardMap:
     if path.is_file():
         return _read_file(path)
     if not path.is_dir():
-        raise ValueError(f"No checkpoint at {path}: there is no such folder. Pass one that exists.")
+        raise UnknownFormat(
+            f"No checkpoint at {path}: there is no such folder. Pass one that exists."
+        )
     if _is_of_distft(path):
         return read_distft(find_checkpoint(path))
     tag = tag_folder(path)
     if tag is not None:
         return read_deepspeed(path, tag)
     halves = find_dcp(path)
-    if halves:
-        return read_dcp(halves)
+    if halves or any(path.glob("*.distcp")):
+        return read_dcp(halves or [path])
     if find_safetensors(path):
         return read_safetensors(path)
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
@@ -66,9 +72,9 @@ def _read_file(path: Path) -> ShardMap:
     )
 
 
-def _unknown(path: Path) -> ValueError:
+def _unknown(path: Path) -> UnknownFormat:
     names = sorted(member.name for member in path.iterdir())
-    return ValueError(
+    return UnknownFormat(
         f"No checkpoint at {path}: nothing known among its {len(names)} files and folders"
         f"{' (' + ', '.join(names[:5]) + ')' if names else ''}. Looked for {MANIFEST} (distft), "
         f"*{MODEL_STATES} (DeepSpeed), {METADATA} (torch's distributed checkpoint, also in "

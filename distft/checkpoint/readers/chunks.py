@@ -92,6 +92,23 @@ class Chunks:
             )
         return found
 
+    def broken_items(self) -> tuple[list[str], int]:
+        """Return where chunks are not what their CRCs were made of, and the bytes that were read.
+
+        Collective: none.
+        """
+        broken, read = [], 0
+        for index in range(len(self)):
+            number, offset, length, _ = self._places[4 * index : 4 * index + 4]
+            file = self._files[number]
+            with opened(self._root / file) as descriptor:
+                archive = TorchZip(self._root / file, file, descriptor, offset, length)
+                if archive.has_checksums():
+                    read += length
+                    records = archive.broken_records()
+                    broken += [f"at byte {offset} of {file} ({record})" for record in records]
+        return broken, read
+
     def stored(self) -> StoredTensor:
         """Return the only chunk, as what it is in its file.
 

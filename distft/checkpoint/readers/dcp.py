@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distft.checkpoint.folder import NUMBERED
 from distft.checkpoint.readers.chunks import Chunks, inside, read_item
 from distft.checkpoint.readers.torch_zip import opened, plain_values
 from distft.checkpoint.readers.unpickle import StandIn, not_whole, read_pickle
@@ -187,7 +188,6 @@ def read_dcp(folders: Sequence[Path]) -> ShardMap:
         for item, t in weights.items()
     }
     optimizer = _optimizer(items, tensors)
-    steps = set(optimizer.steps.values()) if optimizer else set()
     scheduler = _rest(items, _SCHEDULER)
     return ShardMap(
         root,
@@ -195,7 +195,7 @@ def read_dcp(folders: Sequence[Path]) -> ShardMap:
         tensors,
         optimizer=optimizer,
         files=items.files,
-        step=int(steps.pop()) if len(steps) == 1 else None,
+        step=_step(items, folders[0], optimizer),
         strategy="FSDP" if len(folders) > 1 else None,
         extras={"scheduler": scheduler} if scheduler else {},
         notes=_notes(items, optimizer),
@@ -203,6 +203,18 @@ def read_dcp(folders: Sequence[Path]) -> ShardMap:
 
 
 _MAPPINGS = ("tensors", "values", "paths", "files")
+
+
+def _step(items: Items, folder: Path, optimizer: OptimizerState | None) -> int | None:
+    """Return the step that a run says of itself, its folder is named by, or its updates count."""
+    said = _rest(items, ("train_state",)).get("step")
+    if isinstance(said, (int, float)):
+        return int(said)
+    found = NUMBERED.search(folder.name)
+    if found:
+        return int(found[1])
+    counts = set(optimizer.steps.values()) if optimizer else set()
+    return int(counts.pop()) if len(counts) == 1 else None
 
 
 def _notes(items: Items, optimizer: OptimizerState | None) -> list[str]:

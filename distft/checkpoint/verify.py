@@ -1,0 +1,170 @@
+"""Whether a checkpoint can be trusted: broken, consistent in itself, or proven byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from distft.checkpoint.folder import MANIFEST, describe_file, read_manifest
+from distft.checkpoint.readers import UnknownFormat, read_map
+from distft.checkpoint.readers.chunks import Chunks
+from distft.checkpoint.readers.torch_zip import TorchZip, opened
+from distft.checkpoint.shards import ShardMap
+
+Verdict = Literal["broken", "consistent", "proven"]
+
+# Root of a zip that was written to an open file, whose name torch does not know.
+_NO_NAME = "archive"
+_TORCH_FILES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What became of a check.
+
+    Attributes:
+        path: The folder or file that was checked.
+        format: Its format, or "" where it could not be read.
+        verdict: ``"broken"``; ``"consistent"``: whole, and all that its own metadata says agrees;
+            ``"proven"``: every byte of its tensors is that which a checksum was made of.
+        problems: What is wrong, each with the file or the tensor.
+        notes: What could not be checked.
+        required: The verdict that was asked for.
+        bytes_read: Bytes whose checksums were computed.
+    """
+
+    path: Path
+    format: str
+    verdict: Verdict
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    required: Verdict = "consistent"
+    bytes_read: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the verdict is the required one or better."""
+        order = get_args(Verdict)
+        return order.index(self.verdict) >= order.index(self.required)
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        kind = f" ({self.format})" if self.format else ""
+        lines = [f"{self.path}{kind}: {self.verdict}"]
+        lines += [f"  problem  {problem}" for problem in self.problems]
+        lines += [f"  note     {note}" for note in self.notes]
+        if not self.problems:
+            lines.append(f"  checksums of {self.bytes_read:,} bytes agree")
+        return "\n".join(lines)
+
+
+def verify(path: str | Path, require: Verdict = "consistent") -> Verification:
+    """Return whether a checkpoint of any format is whole, and how far that is shown.
+
+    Every file is read once. A checkpoint of distft has a checksum for each file. Files of
+    ``torch.save`` have one for each record, and name the file that they were written as, which
+    tells a renamed or swapped rank. Other formats are held to what they say of themselves: sizes,
+    coverage of every tensor without gap or overlap, ranks and steps that agree between files.
+
+    Args:
+        path: As of `distft.inspect`.
+        require: The verdict that `Verification.holds` asks for: ``"consistent"`` or ``"proven"``.
+
+    Raises:
+        ValueError: There is no checkpoint of a known format, or no such verdict.
+
+    Collective: none.
+    """
+    if require not in get_args(Verdict):
+        raise ValueError(
+            f"verify(require={require!r}) is none of the {len(get_args(Verdict))} verdicts "
+            f"{', '.join(get_args(Verdict))}."
+        )
+    path = Path(path).absolute()
+    try:
+        found = read_map(path)
+        problems = [*found.check(), *_empty(found)]
+        check = _check_manifest(found) if found.format == "distft" else _check_files(found)
+    except UnknownFormat:
+        raise
+    except ValueError as error:
+        return Verification(path, "", "broken", [str(error)], required=require)
+    problems += check.problems
+    verdict: Verdict = "broken" if problems else "proven" if check.covered else "consistent"
+    notes = [*found.notes, *check.notes]
+    return Verification(
+        found.root, found.format, verdict, problems, notes, require, check.bytes_read
+    )
+
+
+@dataclass(frozen=True)
+class _Checksums:
+    """What checksums say: problems, whether they cover everything, and bytes they were made of."""
+
+    problems: list[str]
+    covered: bool
+    notes: list[str]
+    bytes_read: int
+
+
+def _empty(found: ShardMap) -> Iterator[str]:
+    """Yield the weights without elements, which are placeholders that a rank holds."""
+    if found.format == "distft":
+        return
+    for name, tensor in found.tensors.items():
+        if tensor.num_elements == 0:
+            yield (
+                f"{name} has 0 elements in the shape {tensor.shape}: "
+                "a rank's placeholder was saved, not the weight"
+            )
+
+
+def _check_manifest(found: ShardMap) -> _Checksums:
+    manifest = read_manifest(found.root)
+    problems = []
+    for name, saved in manifest.files.items():
+        now = describe_file(found.root / name)
+        if now != saved:
+            problems.append(
+                f"{name} has the CRC-32 {now.crc32:08x}, and {MANIFEST} says {saved.crc32:08x}"
+            )
+    state = found.root / manifest.layout
+    for file in sorted(state.rglob("*")):
+        name = file.relative_to(found.root).as_posix()
+        if file.is_file() and name not in manifest.files:
+            problems.append(f"{name} is not one of the {len(manifest.files)} files of {MANIFEST}")
+    read = sum(saved.size for saved in manifest.files.values())
+    return _Checksums(problems, True, [], read)
+
+
+def _check_files(found: ShardMap) -> _Checksums:
+    """Check what single files say of themselves."""
+    problems: list[str] = []
+    without: list[str] = []
+    read = 0
+    for name, size in found.files.items():
+        if not name.endswith(_TORCH_FILES):
+            without.append(name)
+            continue
+        with opened(found.root / name) as descriptor:
+            archive = TorchZip(found.root / name, name, descriptor)
+            if archive.root not in (_NO_NAME, Path(name).stem):
+                problems.append(f"{name} was written as {archive.root}: it is renamed or swapped")
+            if not archive.has_checksums():
+                without.append(name)
+                continue
+            problems += [
+                f"{name} is damaged in its record {record}" for record in archive.broken_records()
+            ]
+            read += size
+    for tensor in found.all_tensors():
+        if isinstance(tensor.stored, Chunks):
+            broken, checked = tensor.stored.broken_items()
+            problems += [f"{tensor.name} is damaged {where}" for where in broken]
+            read += checked
+    notes = []
+    if without:
+        notes.append(f"{len(without)} files have no checksum of their own, such as {without[0]}.")
+    return _Checksums(problems, not without, notes, read)
