@@ -34,6 +34,7 @@ def read_distft(root: Path) -> ShardMap:
         for group in state["groups"]
     ]
     folder = root / manifest.layout
+    optimizer: OptimizerState | None
     if manifest.layout == DCP:
         items = read_items(root, folder)
         tensors = {name: _named(items, f"{MODEL}.{name}", name) for name in manifest.tensors}
