@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distft.checkpoint.dcp import METADATA, safe_reader
+from distft.checkpoint.readers.dcp import METADATA, describe_items
+from distft.checkpoint.readers.deepspeed import MODEL_STATES, OPTIM_STATES, tag_folder
+from distft.checkpoint.readers.safetensors import checked_header
 from distft.checkpoint.readers.torch_zip import read_torch_file
 from distft.checkpoint.readers.unpickle import StandIn, StoredTensor
+from distft.checkpoint.safetensors_reader import DTYPES
 
 Parts = Mapping[str, Sequence[str]]
 
-_MODEL_STATES, _OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
-_SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+_MODEL_STATES, _OPTIM_STATES = f"*{MODEL_STATES}", f"*{OPTIM_STATES}"
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,8 @@ def safetensors_dtype(folder: Path, parts: Parts) -> str | None:
     file = next((folder / name for name in files if name.endswith(".safetensors")), None)
     if file is None:
         return None
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            kinds = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file} is no whole safetensors file: {error}. Use another one.") from (
-            error
-        )
-    return ", ".join(sorted(_SAFETENSORS.get(kind, kind) for kind in kinds)) or None
+    kinds = {tensor.dtype for tensor in checked_header(file).values()}
+    return ", ".join(sorted(DTYPES[kind] for kind in kinds)) or None
 
 
 def find_engine(folder: Path) -> Engine:
@@ -126,7 +120,7 @@ def find_engine(folder: Path) -> Engine:
 
     Collective: none.
     """
-    tag = _tag(folder)
+    tag = tag_folder(folder)
     if tag is not None:
         return _read_deepspeed(folder, tag)
     # Where Accelerate's FSDP puts them, and the folder itself.
@@ -136,19 +130,6 @@ def find_engine(folder: Path) -> Engine:
     if (folder / "pytorch_model_fsdp.bin").is_file():
         return Engine(folder, strategy="FSDP (whole tensors)", beside=", with FSDP")
     return Engine(folder)
-
-
-def _tag(folder: Path) -> Path | None:
-    """Return the folder that holds DeepSpeed's files: what `latest` names, or the newest."""
-    if names(folder, _MODEL_STATES):
-        return folder
-    latest = folder / "latest"
-    if latest.is_file():
-        named = folder / latest.read_text().strip()
-        if named.parent == folder and names(named, _MODEL_STATES):
-            return named
-    found = [child for child in folder.iterdir() if child.is_dir() and names(child, _MODEL_STATES)]
-    return max(found, key=lambda child: (len(child.name), child.name)) if found else None
 
 
 def _read_deepspeed(folder: Path, tag: Path) -> Engine:
@@ -197,14 +178,7 @@ def _dtype(tensors: Mapping[str, Any]) -> str | None:
 
 
 def _read_dcp(folder: Path, home: Path) -> Engine:
-    try:
-        metadata: Any = safe_reader(home).read_metadata()
-        items, storage = metadata.state_dict_metadata, metadata.storage_data
-        files = sorted({place.relative_path for place in storage.values()})
-    except (AttributeError, ImportError, TypeError) as error:
-        raise ValueError(
-            f"{home / METADATA} is no metadata of torch: {error}. Use another checkpoint."
-        ) from error
+    items, files = describe_items(home)
     by_accelerate = home != folder
     prefix = f"{home.name}/" if by_accelerate else ""
     there = [f"{prefix}{name}" for name in files if (home / name).is_file()]
@@ -252,10 +226,10 @@ def _any_starts(items: Mapping[str, Any], starts: tuple[str, ...]) -> bool:
     return any(name.startswith(starts) for name in items)
 
 
-def _dcp_dtype(items: Mapping[str, Any]) -> str | None:
-    for name, item in items.items():
-        if hasattr(item, "properties") and not name.startswith(("optim", "train_state")):
-            return str(item.properties.dtype).removeprefix("torch.")
+def _dcp_dtype(items: Mapping[str, str | None]) -> str | None:
+    for name, dtype in items.items():
+        if dtype is not None and not name.startswith(("optim", "train_state")):
+            return dtype
     return None
 
 

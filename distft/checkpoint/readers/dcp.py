@@ -76,16 +76,8 @@ def read_items(root: Path, folder: Path) -> Items:
     Collective: none.
     """
     path = folder / METADATA
-    if not path.is_file():
-        raise ValueError(
-            f"{METADATA} is missing: searched {folder}. "
-            "Without it nobody knows what the files hold; use another checkpoint."
-        )
-    said = read_pickle(path.read_bytes(), path)
-    described = said["state_dict_metadata"] if isinstance(said, StandIn) else None
-    places = said["storage_data"] if isinstance(said, StandIn) else None
-    if not isinstance(described, dict) or not isinstance(places, dict):
-        raise not_whole(path, "it is no metadata of torch")
+    said = _read_metadata(folder)
+    described, places = said["state_dict_metadata"], said["storage_data"]
     above = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     by_item = _places(path, places)
     names = {place[0] for found in by_item.values() for place in found}
@@ -112,6 +104,45 @@ def read_items(root: Path, folder: Path) -> Items:
     )
 
 
+def _read_metadata(folder: Path) -> StandIn:
+    path = folder / METADATA
+    if not path.is_file():
+        raise ValueError(
+            f"{METADATA} is missing: searched {folder}. "
+            "Without it nobody knows what the files hold; use another checkpoint."
+        )
+    said = read_pickle(path.read_bytes(), path)
+    dicts = ("state_dict_metadata", "storage_data")
+    if not isinstance(said, StandIn) or not all(isinstance(said[key], dict) for key in dicts):
+        raise not_whole(path, "it is no metadata of torch")
+    return said
+
+
+def describe_items(folder: Path) -> tuple[dict[str, str | None], list[str]]:
+    """Return the dtype of each item, None of what is no tensor, and the files that hold them.
+
+    The files need not be there.
+
+    Raises:
+        ValueError: The metadata is missing or broken, or asks for more than metadata needs.
+
+    Collective: none.
+    """
+    said = _read_metadata(folder)
+    described = {
+        item: None if what["chunks"] is None else _dtype(what)
+        for item, what in said["state_dict_metadata"].items()
+    }
+    return described, sorted({place["relative_path"] for place in said["storage_data"].values()})
+
+
+def _dtype(what: StandIn) -> str:
+    properties = what["properties"]
+    # Its state is a tuple, of which the dtype is the first.
+    found = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
+    return str(found.asked).removeprefix("torch.")
+
+
 # File, start of the chunk, begin and length of its zip.
 _Place = tuple[str, tuple[int, ...], int, int]
 
@@ -136,12 +167,7 @@ def _places(path: Path, storage: dict[Any, Any]) -> dict[str, list[_Place]]:
 def _tensor(
     root: Path, above: str, path: Path, item: str, what: Any, places: Sequence[_Place]
 ) -> LogicalTensor:
-    shape, properties = tuple(what["size"]), what["properties"]
-    # Its state is a tuple, of which the dtype is the first.
-    dtype = (
-        properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
-    ).asked
-    dtype = dtype.removeprefix("torch.")
+    shape, dtype = tuple(what["size"]), _dtype(what)
     by_start = {place[1] or (0,) * len(shape): place for place in places}
     chunks = Chunks(root, item, dtype, len(shape))
     for chunk in sorted(what["chunks"], key=lambda chunk: tuple(chunk["offsets"])):

@@ -81,8 +81,17 @@ def checked_header(path: Path) -> dict[str, FileTensor]:
     """
     try:
         found = read_header(path)
-    except (KeyError, TypeError, IndexError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error!r}. Copy it again.") from error
+    except (
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        UnicodeDecodeError,
+    ) as error:
+        raise ValueError(
+            f"{path} is no whole safetensors file: {error!r}. Copy it again."
+        ) from error
     size = path.stat().st_size
     at = 8 + int.from_bytes(_first_bytes(path), "little")
     for name, tensor in sorted(found.items(), key=lambda pair: (pair[1].offset, _bytes(pair[1]))):
