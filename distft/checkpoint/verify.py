@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from distft.checkpoint.folder import MANIFEST, describe_file, read_manifest
-from distft.checkpoint.readers import UnknownFormat, read_map
+from distft.checkpoint.folder import MANIFEST, describe_file, find_checkpoint, read_manifest
+from distft.checkpoint.readers import UnknownFormat, is_of_distft, read_map
 from distft.checkpoint.readers.chunks import Chunks
 from distft.checkpoint.readers.torch_zip import TorchZip, opened
 from distft.checkpoint.shards import ShardMap
+from distft.spec import ModelSpec
 
 Verdict = Literal["broken", "consistent", "proven"]
 
@@ -84,9 +86,15 @@ def verify(path: str | Path, require: Verdict = "consistent") -> Verification:
         )
     path = Path(path).absolute()
     try:
+        if is_of_distft(path):
+            path = find_checkpoint(path)
+            check = _check_manifest(path)
+            if check.problems:
+                return Verification(path, "distft", "broken", check.problems, required=require)
         found = read_map(path)
-        problems = [*found.check(), *_empty(found)]
-        check = _check_manifest(found) if found.format == "distft" else _check_files(found)
+        problems = [*found.check(), *_empty(found), *_unlike_config(found)]
+        if found.format != "distft":
+            check = _check_files(found)
     except UnknownFormat:
         raise
     except ValueError as error:
@@ -121,18 +129,50 @@ def _empty(found: ShardMap) -> Iterator[str]:
             )
 
 
-def _check_manifest(found: ShardMap) -> _Checksums:
-    manifest = read_manifest(found.root)
+def _unlike_config(found: ShardMap) -> Iterator[str]:
+    """Yield what a published model lacks, or has in another shape, of what its config says.
+
+    Experts are compared by their number of elements, since families publish them in several ways.
+    """
+    config = found.root / "config.json"
+    if found.format != "safetensors" or not config.is_file():
+        return
+    try:
+        said = json.loads(config.read_text(encoding="utf-8"))
+        architecture = str((said.get("architectures") or [""])[0])
+        spec = ModelSpec.from_config(said)
+    except (ValueError, TypeError, AttributeError):
+        # Of another architecture, whose tensors are not known here.
+        return
+    if not architecture.endswith("ForCausalLM"):
+        return
+    twins = {**dict(spec.ties), **{kept: alias for alias, kept in spec.ties}}
+    for tensor in spec.tensors:
+        here = found.tensors.get(tensor.name) or found.tensors.get(twins.get(tensor.name, ""))
+        if tensor.is_expert:
+            continue
+        if here is None:
+            yield f"{tensor.name} of shape {tensor.shape} is missing, and config.json asks for it"
+        elif here.shape != tensor.shape:
+            yield f"{tensor.name} has the shape {here.shape}, and config.json says {tensor.shape}"
+    wanted = sum(tensor.numel for tensor in spec.tensors if tensor.is_expert)
+    held = sum(t.num_elements for name, t in found.tensors.items() if ".experts." in name)
+    if wanted != held:
+        yield f"experts have {held} elements, and config.json asks for {wanted}"
+
+
+def _check_manifest(root: Path) -> _Checksums:
+    manifest = read_manifest(root)
     problems = []
     for name, saved in manifest.files.items():
-        now = describe_file(found.root / name)
+        now = describe_file(root / name)
         if now != saved:
             problems.append(
                 f"{name} has the CRC-32 {now.crc32:08x}, and {MANIFEST} says {saved.crc32:08x}"
             )
-    state = found.root / manifest.layout
+    state = root / manifest.layout
     for file in sorted(state.rglob("*")):
-        name = file.relative_to(found.root).as_posix()
+        name = file.relative_to(root).as_posix()
         if file.is_file() and name not in manifest.files:
             problems.append(f"{name} is not one of the {len(manifest.files)} files of {MANIFEST}")
     read = sum(saved.size for saved in manifest.files.values())

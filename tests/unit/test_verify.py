@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import distft
 from distft.__main__ import main
 from distft.checkpoint.readers import read_map
+from distft.testing import tiny_config
 from tests.reading import values
 
 
@@ -103,6 +104,24 @@ def test_a_placeholder_without_elements_is_a_problem(tmp_path):
     save_file({"a": torch.ones(2), "b": torch.ones(0)}, tmp_path / "model.safetensors")
     assert distft.verify(tmp_path).problems == [
         "b has 0 elements in the shape (0,): a rank's placeholder was saved, not the weight"
+    ]
+
+
+def test_a_tensor_that_the_config_asks_for_and_that_is_not_there_is_named(tmp_path):
+    config = tiny_config("M").to_dict()
+    config["architectures"] = ["Qwen3MoeForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    held = {t.name: torch.zeros(t.shape) for t in distft.ModelSpec.from_config(config).tensors}
+    save_file(held, tmp_path / "model.safetensors")
+    assert distft.verify(tmp_path).problems == []
+    short = {**held, "lm_head.weight": torch.zeros(7, 32)}
+    del short["model.norm.weight"]
+    short["model.layers.1.mlp.experts.down_proj"] = torch.zeros(5, 32, 16)
+    save_file(short, tmp_path / "model.safetensors")
+    assert distft.verify(tmp_path).problems == [
+        "model.norm.weight of shape (32,) is missing, and config.json asks for it",
+        "lm_head.weight has the shape (7, 32), and config.json says (131, 32)",
+        "experts have 17920 elements, and config.json asks for 18432",
     ]
 
 

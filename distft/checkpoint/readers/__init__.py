@@ -12,6 +12,8 @@ from distft.checkpoint.readers.safetensors import ADAPTER_FILE, find_safetensors
 from distft.checkpoint.readers.state_dict import INDEX, SINGLE, read_state_dict
 from distft.checkpoint.shards import ShardMap
 
+# What a description leads to that was changed in one place and still is one.
+_DAMAGE = (TypeError, KeyError, IndexError, AttributeError, OverflowError)
 _FILES = (".pt", ".pth", ".bin")
 
 
@@ -33,13 +35,32 @@ def read_map(path: str | Path) -> ShardMap:
     Collective: none.
     """
     path = Path(path).absolute()
+    try:
+        return _read(path)
+    except _DAMAGE as error:
+        raise ValueError(
+            f"{path} describes what no checkpoint holds ({type(error).__name__}: {error}). "
+            "Its files are damaged, or of a tool that is not known here: use another checkpoint."
+        ) from error
+
+
+def is_of_distft(path: Path) -> bool:
+    """Return whether a path means a checkpoint of distft, complete or not.
+
+    Collective: none.
+    """
+    inside = path.name in LAYOUTS and (path.parent / MANIFEST).is_file()
+    return inside or (path / MANIFEST).is_file() or any(path.glob(f"*/{MANIFEST}"))
+
+
+def _read(path: Path) -> ShardMap:
     if path.is_file():
         return _read_file(path)
     if not path.is_dir():
         raise UnknownFormat(
             f"No checkpoint at {path}: there is no such folder. Pass one that exists."
         )
-    if _is_of_distft(path):
+    if is_of_distft(path):
         return read_distft(find_checkpoint(path))
     tag = tag_folder(path)
     if tag is not None:
@@ -55,11 +76,6 @@ def read_map(path: str | Path) -> ShardMap:
     if below is not None:
         return read_map(below)
     raise _unknown(path)
-
-
-def _is_of_distft(path: Path) -> bool:
-    inside = path.name in LAYOUTS and (path.parent / MANIFEST).is_file()
-    return inside or (path / MANIFEST).is_file() or any(path.glob(f"*/{MANIFEST}"))
 
 
 def _read_file(path: Path) -> ShardMap:

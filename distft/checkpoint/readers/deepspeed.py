@@ -251,9 +251,10 @@ class _Run:
         steps: dict[str, float] = {}
         for key in dict.fromkeys(key for state in states.values() for key in state):
             if key == "step":
-                for number, state in states.items():
-                    step = plain_values(root, state["step"])
-                    steps.update(dict.fromkeys(names[number], float(step)))
+                for number in states:
+                    counts = [plain_values(root, rank["state"][number][key]) for rank in inner]
+                    self._check_counts(counts)
+                    steps.update(dict.fromkeys(names[number], float(counts[0])))
                 continue
             vectors = [[rank["state"][number][key] for number in numbers] for rank in inner]
             if all(isinstance(part, StoredTensor) for part in vectors[0]):
@@ -267,6 +268,14 @@ class _Run:
             for g in groups
         ]
         return OptimizerState(kind, moments, steps, found)
+
+    def _check_counts(self, counts: Sequence[float]) -> None:
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                raise ValueError(
+                    f"{self.folder} holds an optimizer with {counts[0]:g} updates on rank 0 and "
+                    f"{count:g} on rank {rank}. Its files do not belong together: copy it again."
+                )
 
     def _inner(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         inner = state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
