@@ -56,6 +56,34 @@ class Mesh:
                 rest //= getattr(self, axis)
         return {axis: found[axis] for axis in (*DENSE_AXES, *EXPERT_AXES[1:])}
 
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks with which a rank shares an axis, itself among them.
+
+        "world" is all ranks, and so is "dp", which a strategy without `tp` has.
+
+        Raises:
+            ValueError: There is no such axis.
+
+        >>> Mesh(dp_shard=4, tp=2, ep=4).group("tp", 5), Mesh(dp_shard=4, tp=2, ep=4).group("ep", 5)
+        ((4, 5), (4, 5, 6, 7))
+        """
+        if axis in ("dp", "world"):
+            return tuple(range(self.num_ranks))
+        view = EXPERT_AXES if axis in EXPERT_AXES[1:] else DENSE_AXES
+        if axis not in view:
+            raise ValueError(
+                f"{axis!r} is none of the {len(DENSE_AXES) + 4} axes {', '.join(DENSE_AXES)}, "
+                f"{', '.join(EXPERT_AXES[1:])}, dp and world. Pass one of them."
+            )
+        mine = self.coordinates(rank)
+        others = [name for name in view if name != axis]
+        found = []
+        for other in range(self.num_ranks):
+            theirs = self.coordinates(other)
+            if all(theirs[name] == mine[name] for name in others):
+                found.append(other)
+        return tuple(found)
+
     def dp_rank(self, rank: int) -> int:
         """Return which slice of the data a rank reads; the ranks of a `tp` group read one.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,15 +31,36 @@ _FULL_BUFFER = {
     "gather_": ("all_gather", 0),
     "scatter_": ("reduce_scatter", 1),
 }
+# The same of functional collectives, by the beginning of their names, which go on with "_out",
+# "_coalesced" or "_". All take what a rank brings; only a gather's full buffer is larger.
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_FUNCTIONAL_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# What the dispatcher calls the argument that is the group.
+_GROUP_ARGUMENTS = ("process_group", "group_name")
 
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective of this rank: NCCL's name, bytes of the full buffer, ranks of the group."""
+    """One collective of this rank: NCCL's name, bytes of the full buffer, ranks of the group.
+
+    The ranks tell the axis of a mesh: `Mesh.group` names those of each.
+    """
 
     op: str
     num_bytes: int
-    group_size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks of the group."""
+        return len(self.ranks)
 
     @property
     def wire_bytes(self) -> float:
@@ -65,14 +86,22 @@ class CollectiveRecords:
         """Return how many collectives of an op were made."""
         return sum(record.op == op for record in self.records)
 
+    def payloads(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """Return the bytes of full buffers by op and ranks of the group."""
+        totals: dict[tuple[str, tuple[int, ...]], int] = {}
+        for each in self.records:
+            key = (each.op, each.ranks)
+            totals[key] = totals.get(key, 0) + each.num_bytes
+        return totals
+
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveRecords]:
     """Record every collective that this rank makes inside the context.
 
-    It listens to torch's dispatcher, through which Python, DDP's reducer, FSDP2 and DeepSpeed all
-    go. Object collectives count as the tensors that they send. Barriers move no data and are left
-    out, and so is a group of one rank.
+    It listens to torch's dispatcher, through which Python, DDP's reducer, FSDP2, DeepSpeed and
+    DTensor all go; functional collectives count once. Object collectives count as the tensors that
+    they send. Barriers move no data and are left out, and so is a group of one rank.
 
     Collective: none of its own.
     """
@@ -83,33 +112,61 @@ def count_collectives() -> Iterator[CollectiveRecords]:
 
 def _recording_mode(found: CollectiveRecords) -> TorchDispatchMode:
     import torch
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func.namespace == "c10d":
-                known = _FULL_BUFFER.get(func._schema.name.split("::")[1])
-                if known is not None:
-                    op, position = known
-                    ranks = _group_size(args)
-                    if ranks > 1:
-                        num_bytes = _num_bytes(args[position])
-                        found.records.append(CollectiveRecord(op, num_bytes, ranks))
+            if any(issubclass(kind, DTensor) for kind in types):
+                # It comes back for what the DTensor makes of it: its collectives among that.
+                return NotImplemented
+            record = _record_of(func, args, kwargs or {})
+            if record is not None and record.group_size > 1:
+                found.records.append(record)
+            # What the operation itself dispatches is not seen here, so nothing counts twice.
             return func(*args, **(kwargs or {}))
+
+    def _record_of(func: Any, args: Any, keywords: Any) -> CollectiveRecord | None:
+        if not isinstance(func, torch._ops.OpOverload):
+            return None
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d" and name in _FULL_BUFFER:
+            op, position = _FULL_BUFFER[name]
+            return CollectiveRecord(op, _num_bytes(args[position]), _ranks(func, args, keywords))
+        if func.namespace in _FUNCTIONAL_NAMESPACES:
+            op = next((op for start, op in _FUNCTIONAL.items() if name.startswith(start)), "")
+            if op:
+                ranks = _ranks(func, args, keywords)
+                parts = len(ranks) if op == "all_gather" else 1
+                return CollectiveRecord(op, parts * _num_bytes(args[0]), ranks)
+        return None
 
     def _num_bytes(value: Any) -> int:
         if isinstance(value, torch.Tensor):
             return value.numel() * value.element_size()
         return sum(_num_bytes(item) for item in value)
 
-    def _group_size(args: Any) -> int:
-        for value in args:
-            if isinstance(value, torch.ScriptObject):
-                group = torch.distributed.ProcessGroup.unbox(value)
-                if isinstance(group, torch.distributed.ProcessGroup):
-                    return int(group.size())
-        return 0
-
     return Recorder()  # type: ignore[no-untyped-call]
+
+
+def _ranks(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks of the group that an operation of the dispatcher is called with."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    names = [argument.name for argument in func._schema.arguments]
+    for name, value in [*zip(names, args, strict=False), *keywords.items()]:
+        if name in _GROUP_ARGUMENTS:
+            if isinstance(value, str):
+                value = _resolve_process_group(value)  # type: ignore[arg-type]
+            elif isinstance(value, torch.ScriptObject):
+                value = dist.ProcessGroup.unbox(value)
+            return tuple(dist.get_process_group_ranks(value))
+    raise RuntimeError(
+        f"{func._schema.name} has none of the {len(_GROUP_ARGUMENTS)} arguments "
+        f"{' and '.join(_GROUP_ARGUMENTS)}, so its ranks are not known. Count with a torch whose "
+        "collectives have one."
+    )
