@@ -236,6 +236,11 @@ def enable_checkpointing(model: nn.Module) -> None:
         )
     # The non-reentrant form keeps names, hooks and the dropout's random state.
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers lets the embedding's output have a gradient, which only the other form needs:
+    # under adapters the backward pass would go on below the last of them for nothing.
+    disable = getattr(model, "disable_input_require_grads", None)
+    if disable is not None:
+        disable()
 
 
 # Which strategies have which kind of offload; tests compare it with the classes.
