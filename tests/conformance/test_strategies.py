@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
+from distft import DDP, EP, FSDP2, HSDP, TP, NDParallel, ZeRO1, ZeRO2, ZeRO3
 from distft.testing import CHECKS, check_strategy
 from tests.conformance.toy import WholeModel
 
@@ -17,6 +17,9 @@ STRATEGIES = [
     (FSDP2(defer_reduce=True), 3),
     (FSDP2(reshard_after_forward=False), 2),
     (HSDP(dp_replicate=2), 4),
+    (TP(tp=2), 2),
+    (EP(ep=2), 2),
+    (NDParallel(tp=2, ep=2), 4),
     (WholeModel(), 2),
 ]
 
