@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from distft.formulas._numbers import choice, whole
-from distft.formulas.architectures import Decoder, expert_numbers
+from distft.formulas.architectures import ROUTED_IN_FP32, Decoder, expert_numbers
 from distft.formulas.fetch import Visit
-from distft.formulas.parallel import EXPERT_RULES, TENSOR_RULES
+from distft.formulas.split_rules import EXPERT_RULES, TENSOR_RULES
 from distft.formulas.visits import module_visits
 from distft.kept import is_inside, kept_modules, kept_names
 
@@ -71,6 +71,7 @@ class ModelSpec:
         ties: Pairs (other name, name in `tensors`) of names that share one parameter.
         num_experts: Experts per layer, 0 for a dense model.
         experts_per_token: Experts that one token visits per layer.
+        routes_in_fp32: Whether a token's weights for its experts are fp32 in any precision.
         rules: How the model says its tensors are split over `tp`, and its experts over `ep`.
     """
 
@@ -78,6 +79,7 @@ class ModelSpec:
     ties: tuple[tuple[str, str], ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
+    routes_in_fp32: bool = False
     rules: tuple[Mapping[str, str], Mapping[str, str]] = field(
         default=({}, {}), repr=False, compare=False
     )
@@ -123,6 +125,7 @@ class ModelSpec:
             (tie,) if decoder.tied else (),
             decoder.num_experts,
             decoder.experts_per_token,
+            decoder.model_type in ROUTED_IN_FP32,
             (TENSOR_RULES, EXPERT_RULES),
         )
 
@@ -167,7 +170,15 @@ class ModelSpec:
             )
         num_experts, per_token = expert_numbers(getattr(model, "config", None))
         rules = tuple(dict(getattr(model, name, None) or {}) for name in ("tp_plan", "ep_plan"))
-        return cls(tuple(tensors), tuple(ties), num_experts, per_token, (rules[0], rules[1]))
+        family = getattr(getattr(model, "config", None), "model_type", None)
+        return cls(
+            tuple(tensors),
+            tuple(ties),
+            num_experts,
+            per_token,
+            family in ROUTED_IN_FP32,
+            (rules[0], rules[1]),
+        )
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:

@@ -1,5 +1,6 @@
 """Costs in closed form: pure functions of the standard library, each with its source."""
 
+from distft.formulas.activations import MicroStep
 from distft.formulas.counts import expert_lora_params, lora_params
 from distft.formulas.deepspeed import flat_numel, zero_memory, zero_traffic
 from distft.formulas.experts import expert_imbalance, expert_slowdown
@@ -7,6 +8,7 @@ from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import chunk_rows, lora_state_bytes, model_state_bytes
 from distft.formulas.native import ddp_memory, ddp_traffic, sharded_memory, sharded_traffic
 from distft.formulas.parallel import parallel_memory
+from distft.formulas.parallel_traffic import parallel_traffic
 from distft.formulas.reports import Collective, MemoryLine, MemoryReport, TrafficReport
 from distft.formulas.time import pipeline_bubble, seconds, training_flops
 from distft.formulas.traffic import (
@@ -23,6 +25,7 @@ __all__ = [
     "FetchLimits",
     "MemoryLine",
     "MemoryReport",
+    "MicroStep",
     "TrafficReport",
     "Visit",
     "chunk_rows",
@@ -38,6 +41,7 @@ __all__ = [
     "lora_state_bytes",
     "model_state_bytes",
     "parallel_memory",
+    "parallel_traffic",
     "pipeline_bubble",
     "ring_bytes",
     "ring_fraction",

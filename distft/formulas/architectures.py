@@ -65,6 +65,8 @@ FAMILIES: Mapping[str, Family] = {
         head_norms=True,
     ),
 }
+# Families whose router hands a token's weights for its experts on in fp32, not as activations are.
+ROUTED_IN_FP32 = ("mixtral",)
 
 
 @dataclass(frozen=True)

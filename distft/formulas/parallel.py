@@ -1,21 +1,11 @@
-"""What a rank holds where layers are split over `tp` and experts over `ep`, before `fully_shard`.
-
-Rules name modules and parameters, ``*`` for a layer's number, and say how they are split; the words
-are those of transformers' plans.
-"""
+"""What a rank holds where layers are split over `tp` and experts over `ep`, to the byte."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
-from distft.formulas import visits
 from distft.formulas._numbers import choice, exact, whole
-from distft.formulas.memory import chunk_rows
 from distft.formulas.native import (
     MOMENTS,
     STEP_BYTES,
@@ -23,133 +13,10 @@ from distft.formulas.native import (
     bytes_of_tensor,
     shard_numels,
 )
-from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport, Parameter
-
-Rules = Mapping[str, str]
-
-# What transformers 5.24 says of the decoders that `ModelSpec.from_config` knows.
-TENSOR_RULES: Rules = {
-    "model.embed_tokens": "embedding_rowwise",
-    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-    "model.layers.*.mlp.experts.down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-EXPERT_RULES: Rules = {
-    f"model.layers.*.mlp.experts.{name}_proj": "grouped_gemm" for name in ("gate_up", "down")
-}
-# Gate and up, say: each of two parts is split in itself.
-PACKED = ("packed_colwise", "packed_rowwise")
-_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
-_COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
-
-
-class Named(visits.Named, Parameter, Protocol):
-    """A parameter with its name, block and shape; `distft.ModelSpec` has them."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of a parameter, which `fully_shard` splits on by rows."""
-
-    shape: tuple[int, ...]
-    trainable: bool
-    kept: bool
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
+from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
+from distft.formulas.split_rules import Named, Part, Rules, is_spread, part_of, style_of
 
 Size = Callable[[Part], int]
-
-
-def generic_name(name: str) -> str:
-    """Return a name with ``*`` for each number between dots, as rules have it.
-
-    >>> generic_name("model.layers.3.mlp.w1")
-    'model.layers.*.mlp.w1'
-
-    Collective: none.
-    """
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def style_of(name: str, rules: Rules) -> str | None:
-    """Return the style of a parameter: its own rule's, else that of its module.
-
-    Collective: none.
-
-    >>> style_of("model.layers.3.mlp.up_proj.weight", TENSOR_RULES)
-    'colwise'
-    """
-    generic = generic_name(name)
-    return rules.get(generic, rules.get(generic.rpartition(".")[0]))
-
-
-def split_dim(style: str | None, num_dims: int) -> int | None:
-    """Return the dimension that a style splits of a parameter, None where it stays whole.
-
-    Source: transformers 5.24, `distributed/tensor_parallel.py` and `expert_parallel.py`.
-
-    Collective: none.
-
-    >>> split_dim("colwise", 2), split_dim("rowwise", 2), split_dim("rowwise", 1)
-    (0, 1, None)
-    """
-    if style in _ROWS:
-        return max(num_dims - 2, 0)
-    if style in _COLUMNS:
-        return num_dims - 1 if num_dims > 1 else None
-    return {"embedding_rowwise": 0, "embedding_colwise": 1, "grouped_gemm": 0}.get(style or "")
-
-
-def why_not(name: str, shape: Sequence[int], style: str | None, ranks: int) -> str | None:
-    """Return why a style cannot split a parameter over some ranks, with the numbers, or None.
-
-    Experts stay whole, and the two parts of a packed matrix are split alike.
-
-    Collective: none.
-
-    >>> why_not("experts", (5, 8, 8), "grouped_gemm", 2)
-    'experts has 5 experts, and ep is 2, which must divide them. Choose an ep that does.'
-    """
-    if style == "grouped_gemm" and shape[0] % ranks:
-        return (
-            f"{name} has {shape[0]} experts, and ep is {ranks}, which must divide them. "
-            "Choose an ep that does."
-        )
-    dim = split_dim(style, len(shape))
-    if style in PACKED and len(shape) > 1 and dim is not None and (shape[dim] // 2) % ranks:
-        return (
-            f"{name} packs two parts of {shape[dim] // 2}, and tp is {ranks}, which must divide "
-            "each. Choose a tp that does, or spread the experts with ep."
-        )
-    return None
-
-
-def part_of(tensor: Named, style: str | None, ranks: int, rank: int) -> Part:
-    """Return one rank's part of a parameter, cut as `torch.chunk` cuts.
-
-    Raises:
-        ValueError: Experts, or the halves of a packed tensor, do not divide by `ranks`.
-
-    Collective: none.
-    """
-    dim = split_dim(style, len(tensor.shape))
-    if dim is None or ranks == 1:
-        return Part(tensor.shape, tensor.trainable, tensor.kept)
-    reason = why_not(tensor.name, tensor.shape, style, ranks)
-    if reason:
-        raise ValueError(reason)
-    shape = list(tensor.shape)
-    shape[dim] = chunk_rows(shape[dim], ranks)[rank]
-    return Part(tuple(shape), tensor.trainable, tensor.kept)
 
 
 def parallel_memory(
@@ -187,7 +54,7 @@ def parallel_memory(
         whole(axis, axes[axis], 1) for axis in ("dp_replicate", "dp_shard", "tp", "ep")
     )
     efsdp = shards * tp // ep
-    spread = [ep > 1 and style_of(t.name, rules[1]) == "grouped_gemm" for t in tensors]
+    spread = [ep > 1 and is_spread(tensor.name, rules[1]) for tensor in tensors]
     dense = [
         [
             part_of(tensor, style_of(tensor.name, rules[0]), tp, rank)
@@ -198,7 +65,7 @@ def parallel_memory(
     ]
     experts = [
         [
-            part_of(tensor, "grouped_gemm", ep, rank)
+            part_of(tensor, style_of(tensor.name, rules[1]), ep, rank)
             for tensor, expert in zip(tensors, spread, strict=True)
             if expert
         ]

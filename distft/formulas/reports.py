@@ -177,7 +177,7 @@ class Collective:
 
     Args:
         op: NCCL's name of the collective.
-        axis: Axis of the mesh; "dp" is all data ranks.
+        axis: Axis of the mesh; "dp" is all data ranks, "world" all ranks.
         num_bytes: Bytes that one rank sends in a ring, for all calls of one period together.
         per: How often: "micro_step", "step" or "save".
         payload_bytes: Bytes of the full buffers of these calls.
@@ -243,6 +243,15 @@ class TrafficReport:
         totals: dict[tuple[str, int], int] = {}
         for each in self.collectives:
             key, times = (each.op, each.ranks), self._times(each)
+            if each.ranks > 1 and times:
+                totals[key] = totals.get(key, 0) + times * each.payload_bytes
+        return totals
+
+    def payload_by_axis(self) -> dict[tuple[str, str], int]:
+        """Return the bytes of full buffers per step, by op and axis of the mesh."""
+        totals: dict[tuple[str, str], int] = {}
+        for each in self.collectives:
+            key, times = (each.op, each.axis), self._times(each)
             if each.ranks > 1 and times:
                 totals[key] = totals.get(key, 0) + times * each.payload_bytes
         return totals

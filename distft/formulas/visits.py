@@ -136,19 +136,72 @@ def module_visits(
 
     Collective: none.
     """
+    units = {tensor.unit for tensor in tensors} - {""}
+    root = _tree(tensors, ties, units if whole_blocks else set())
+    blocks = units if activation_checkpointing else set()
+    return (*_forward(root), *_backward(root, blocks))
+
+
+def _tree(
+    tensors: Sequence[Named], ties: Sequence[tuple[str, str]], whole: AbstractSet[str]
+) -> _Module:
     root = _Module("")
     index_of = {tensor.name: index for index, tensor in enumerate(tensors)}
-    units = {tensor.unit for tensor in tensors} - {""}
     uses = list(index_of.items()) + [(other, index_of[name]) for other, name in ties]
     for name, index in uses:
         module = root
         for part in name.split(".")[:-1]:
             module = module.child(part)
-            module.is_whole = whole_blocks and module.path in units
+            module.is_whole = module.path in whole
         module.own.append(index)
     root.flow(False, {index for index, tensor in enumerate(tensors) if tensor.trainable})
-    blocks = units if activation_checkpointing else set()
-    return (*_forward(root), *_backward(root, blocks))
+    return root
+
+
+@dataclass(frozen=True)
+class Work:
+    """A module with parameters of its own, at its place in the order of work.
+
+    Attributes:
+        path: Its path.
+        own: Indices of its own parameters.
+        grad_in: Whether what it reads has a gradient; of experts, the hidden states.
+        grad_beside: Whether anything that its siblings made before it has one: a router's choice.
+    """
+
+    path: str
+    own: tuple[int, ...]
+    grad_in: bool
+    grad_beside: bool
+
+
+def works(tensors: Sequence[Named], ties: Sequence[tuple[str, str]]) -> tuple[Work, ...]:
+    """Return the modules that have parameters in the order of their forward passes.
+
+    Collective: none.
+    """
+    trained = {index for index, tensor in enumerate(tensors) if tensor.trainable}
+    return tuple(_works(_tree(tensors, ties, set()), trained, False, False))
+
+
+def _works(
+    module: _Module, trained: AbstractSet[int], beside: bool, in_leaf: bool
+) -> Iterator[Work]:
+    if module.own:
+        yield Work(module.path, tuple(module.own), module.grad_in, beside)
+    in_leaf = in_leaf or module.is_leaf
+    # A leaf is gathered at once; inside, the router works before its experts.
+    children = list(module.children.values()) if module.is_leaf else module.ordered()
+    so_far = module.grad_in or beside
+    for child in sorted(children, key=lambda child: module.is_leaf and _is_experts(child)):
+        if in_leaf or _is_experts(child):
+            child.grad_in = module.grad_in
+        yield from _works(child, trained, so_far, in_leaf)
+        so_far = so_far or not trained.isdisjoint(child._all_below())
+
+
+def _is_experts(module: _Module) -> bool:
+    return module.path.endswith(".experts")
 
 
 def _forward(module: _Module) -> Iterator[Visit]:

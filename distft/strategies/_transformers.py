@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from distft.formulas.parallel import generic_name
+from distft.formulas.split_rules import DISPATCH, NORM, generic_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # From the name of a module or parameter to the name of its style.
 Plan = dict[str, str]
 
-DISPATCH, EXPERTS, NORM = "ep_dispatch_experts", "grouped_gemm", "replicated_with_grad_allreduce"
+EXPERTS = "grouped_gemm"
 EXPERT_STYLES = (DISPATCH, EXPERTS)
 # Between layers of these two styles activations are split.
 HALVES = ("colwise", "rowwise")

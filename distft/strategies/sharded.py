@@ -17,8 +17,10 @@ from distft.checkpoint.placement import gather_whole
 from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import (
     MemoryReport,
+    MicroStep,
     TrafficReport,
     parallel_memory,
+    parallel_traffic,
     sharded_memory,
     sharded_traffic,
 )
@@ -304,10 +306,21 @@ class Sharded(Strategy):
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         if mesh.tp * mesh.ep > 1:
-            raise ValueError(
-                f"traffic() of {self!r} is not covered by this version: with tp={mesh.tp} and "
-                f"ep={mesh.ep} activations move too. distft.measure.count_collectives counts what "
-                "torch's own collectives send in a run."
+            return parallel_traffic(
+                spec.units_in(self.precision),
+                spec.ties,
+                {axis: getattr(mesh, axis) for axis in (*DENSE_AXES, "ep")},
+                merge_rules(*spec.rules, self._rules()),
+                self.precision,
+                MicroStep(
+                    load.micro_batch * load.seq_len,
+                    spec.experts_per_token,
+                    4 if spec.routes_in_fp32 else 0,
+                    self.activation_checkpointing,
+                ),
+                load.grad_accum,
+                self.reshard_after_forward,
+                self.defer_reduce,
             )
         return sharded_traffic(
             spec.units_in(self.precision),

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distft.formulas.parallel import why_not
+from distft.formulas.split_rules import DISPATCH, why_not
 from distft.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from distft.strategies._transformers import (
-    DISPATCH,
     Plan,
     find_plans,
     split_experts,

@@ -1,4 +1,7 @@
-"""Bytes of model state on each rank under TP, EP and products: predicted and measured."""
+"""Bytes of model state on each rank under TP, EP and products: predicted and measured.
+
+What they send is in `test_traffic_parallel`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import pytest
 
 import distft
 from distft import EP, FSDP2, TP, ModelSpec, NDParallel, Workload
+from distft.peft import attach_adapters
 from distft.testing import tiny_batches, tiny_config, tiny_model
+from tests.gloo.lora_jobs import EXPERTS, lora_config
 
 FOUR_KV = {"num_key_value_heads": 4}
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -28,9 +33,17 @@ CASES = [
     (NDParallel(tp=2, ep=4), 4, "G", {}),
     (NDParallel(tp=2, ep=2, plan={}), 2, "M", {}),
 ]
+DENSE = {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
+OF_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": list(EXPERTS)}
+ADAPTED = [
+    (TP(tp=2), 2, "L", DENSE),
+    (NDParallel(tp=2), 4, "L", {**DENSE, "modules_to_save": ["lm_head"]}),
+    (NDParallel(tp=2, ep=2), 4, "M", OF_EXPERTS),
+    (EP(ep=2), 4, "M", OF_EXPERTS),
+]
 
 
-def held(strategy, model_name, changes):
+def held(strategy, model_name, changes, lora=None):
     """Return bytes of model state with gradients and moments there."""
     from torch.optim import AdamW
 
@@ -38,7 +51,11 @@ def held(strategy, model_name, changes):
     from distft.training.loss import next_token_loss
 
     distft.init(seed=0)
-    model, optimizer = strategy.apply(tiny_model(model_name, **changes), partial(AdamW, lr=1e-3))
+    model, optimizer = strategy.apply(
+        tiny_model(model_name, **changes),
+        partial(AdamW, lr=1e-3),
+        peft_config=None if lora is None else lora_config(**lora),
+    )
     # Long enough that the tokens of every rank go to experts of every rank.
     rows = tiny_batches([15] * 8, seed=0)[strategy.dp_rank :: strategy.dp_size]
     strategy.train_step(model, optimizer, rows)
@@ -54,6 +71,13 @@ def test_bytes_on_every_rank_are_those_of_the_formula(pools, strategy, ranks, mo
     spec = ModelSpec.from_model(tiny_model(model, **changes))
     report = strategy.memory(spec, Workload(seq_len=16), world_size=ranks)
     assert list(report.per_rank) == pools(ranks).run(held, strategy, model, changes)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "model", "lora"), ADAPTED, ids=str)
+def test_adapters_lie_on_every_rank_as_the_formula_says(pools, strategy, ranks, model, lora):
+    spec = ModelSpec.from_model(attach_adapters(tiny_model(model), lora_config(**lora), seed=0))
+    report = strategy.memory(spec, Workload(seq_len=16), world_size=ranks)
+    assert list(report.per_rank) == pools(ranks).run(held, strategy, model, {}, lora)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +113,25 @@ def test_a_configuration_says_what_the_model_says(strategy, ranks, model):
     assert found.per_rank == expected.per_rank
 
 
+@pytest.mark.parametrize("model", ["L", "Lt", "Q", "M", "X"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_a_configuration_sends_what_the_model_sends(model, precision):
+    load = Workload(seq_len=16)
+    ep = {"M": 2, "X": 3}.get(model, 1)
+    strategies = [TP(tp=2, precision=precision)]
+    strategies += [EP(ep=ep, precision=precision)] if ep > 1 else []
+    for strategy in strategies:
+        found, expected = (
+            strategy.traffic(spec, load, world_size=6)
+            for spec in (
+                ModelSpec.from_config(tiny_config(model)),
+                ModelSpec.from_model(tiny_model(model)),
+            )
+        )
+        assert found == expected
+
+
 def test_experts_that_do_not_divide_are_refused_with_the_numbers():
     spec = ModelSpec.from_config(tiny_config("M", num_experts=5))
     with pytest.raises(ValueError, match="5 experts, and ep is 2"):
         EP(ep=2).memory(spec, Workload(), world_size=2)
-
-
-def test_traffic_over_tp_and_ep_is_refused_and_not_guessed():
-    spec = ModelSpec.from_config(tiny_config("M"))
-    with pytest.raises(ValueError, match="tp=2 and ep=1"):
-        TP(tp=2).traffic(spec, Workload(), world_size=2)

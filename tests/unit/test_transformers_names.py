@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distft.formulas.parallel import PACKED
+from distft.formulas.split_rules import DISPATCH, NORM, PACKED
 from distft.strategies import _transformers as names
 from distft.testing import tiny_model
 
@@ -16,7 +16,7 @@ def test_every_style_that_a_plan_here_names_is_registered():
     styles = names.require_styles()
     for style in ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output"):
         assert hasattr(styles[style], "shard_param")
-    for style in (names.NORM, names.DISPATCH, names.EXPERTS, *PACKED, "moe_tp_experts"):
+    for style in (NORM, DISPATCH, names.EXPERTS, *PACKED, "moe_tp_experts"):
         assert hasattr(styles[style], "install_forward")
 
 
@@ -27,9 +27,7 @@ def test_a_style_splits_one_parameter_of_a_module_on_a_mesh():
 
 
 def test_dispatched_experts_take_both_meshes():
-    parameters = inspect.signature(
-        names.require_styles()[names.DISPATCH].install_forward
-    ).parameters
+    parameters = inspect.signature(names.require_styles()[DISPATCH].install_forward).parameters
     assert {"ep_mesh", "tp_mesh"} <= set(parameters)
 
 
@@ -49,7 +47,7 @@ def test_models_say_how_their_layers_split(model):
     assert tensors["model.layers.*.self_attn.q_proj"] == "colwise"
     assert tensors["model.embed_tokens"] == "embedding_rowwise"
     assert tensors["lm_head"] == "colwise_gather_output"
-    assert (names.DISPATCH in experts.values()) == (model in "MX")
+    assert (DISPATCH in experts.values()) == (model in "MX")
 
 
 @pytest.mark.parametrize("model", ["M", "X", "G"])
@@ -62,7 +60,7 @@ def test_experts_are_called_with_what_the_router_chose(model):
 
 def test_heads_norms_still_sum_their_gradient_after_each_backward_pass_upstream():
     """Their sum over a window counts its first micro-steps twice, so ours is in the graph."""
-    style = names.require_styles()[names.NORM]
+    style = names.require_styles()[NORM]
     assert "register_post_accumulate_grad_hook" in inspect.getsource(type(style))
 
 
