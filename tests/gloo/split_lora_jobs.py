@@ -107,14 +107,18 @@ def held_factors(strategy: Any, lora: Mapping[str, Any]) -> dict[str, tuple[int,
     }
 
 
-def refusal(strategy: Any, model: str, lora: Mapping[str, Any], attached: bool) -> str:
-    """Return what `apply` says of adapters, attached before it or by it."""
+def refusal(strategy: Any, model: str, lora: Mapping[str, Any], attached: bool | str) -> str:
+    """Return what `apply` says of adapters, attached before it, as LoRA or IA3, or by it."""
+    from peft import IA3Config, get_peft_model
     from torch.optim import AdamW
 
     distft.init(seed=0)
     plain: Any = tiny_model(model)
     config: Any = lora_config(**lora)
-    if attached:
+    if attached == "IA3":
+        ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+        plain, config = get_peft_model(plain, ia3), None
+    elif attached:
         plain, config = attach_adapters(plain, config, seed=0), None
     try:
         strategy.apply(plain, partial(AdamW, lr=1e-3), peft_config=config)

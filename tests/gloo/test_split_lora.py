@@ -128,25 +128,25 @@ def test_expert_adapters_of_one_rank_each_train_under_uneven_shards(pools):  # c
         assert differences(found, expected) == []
 
 
-# Strategy, ranks, model, adapters, whether `load_adapter` reads them.
+# Strategy, ranks, model, adapters, whether `load_adapter` reads them, seed of the rows.
 FOLDERS = [
-    (TP(tp=2), 2, "Q", HEADS, False),
-    (EP(ep=2), 2, "M", OF_EXPERTS, False),
-    (NDParallel(tp=2), 4, "M", OF_EXPERTS, False),
-    (NDParallel(tp=2, ep=2), 4, "M", OF_EXPERTS, False),
-    (TP(tp=2), 2, "Q", SAVED, True),
-    (EP(ep=2), 2, "M", OF_EXPERTS, True),
-    (NDParallel(tp=2), 4, "M", OF_EXPERTS, True),
-    (NDParallel(tp=2, ep=2), 4, "M", OF_EXPERTS, True),
+    (TP(tp=2), 2, "Q", HEADS, False, 0),
+    (EP(ep=2), 2, "M", OF_EXPERTS, False, 0),
+    (NDParallel(tp=2), 4, "M", OF_EXPERTS, False, 0),
+    (NDParallel(tp=2, ep=2), 4, "M", OF_EXPERTS, False, 0),
+    (TP(tp=2), 2, "Q", SAVED, True, 0),
+    (EP(ep=2), 2, "M", OF_EXPERTS, True, 10),
+    (NDParallel(tp=2), 4, "M", OF_EXPERTS, True, 10),
+    (NDParallel(tp=2, ep=2), 4, "M", OF_EXPERTS, True, 10),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "model", "lora", "saved"), FOLDERS, ids=str)
+@pytest.mark.parametrize(("strategy", "ranks", "model", "lora", "saved", "seed"), FOLDERS, ids=str)
 def test_adapters_on_a_loaded_model_and_loaded_adapters_train_as_on_one_process(
-    pools, tmp_path, strategy, ranks, model, lora, saved
+    pools, tmp_path, strategy, ranks, model, lora, saved, seed
 ):
     folder, out = str(tmp_path / "source"), str(tmp_path / "out") if saved else ""
-    training = FromFolder(model, 3, 4, 0.1, lora=dict(lora), folder=folder, saved=saved)
+    training = FromFolder(model, 3, 4, 0.1, seed=seed, lora=dict(lora), folder=folder, saved=saved)
     if saved:
         write_adapter_folder(training, folder)
     else:
@@ -236,18 +236,13 @@ def test_adapters_of_experts_go_on_at_any_mesh_and_merge(pools, tmp_path):
 PACKED = {"model.layers.*.mlp.gate_proj": "packed_colwise"}
 TOKENS = {"trainable_token_indices": [1, 2]}
 REFUSED = [
-    (TP(tp=2), "L", {"target_parameters": ("q_proj.weight",)}, False, ["q_proj", "'colwise'"]),
+    (TP(tp=2), "L", {"target_parameters": ("o_proj.weight",)}, False, ["o_proj", "'rowwise'"]),
     (TP(tp=2, plan=PACKED), "L", dict(ALL), False, ["mlp.gate_proj", "packed_colwise"]),
     (TP(tp=2), "L", {"use_dora": True}, False, ["use_dora", "tp is 2"]),
     (TP(tp=2), "L", {"init_lora_weights": "pissa"}, False, ["'pissa'", "tp is 2"]),
     (TP(tp=2), "L", {"use_dora": True}, True, ["use_dora", "tp is 2"]),
-    (
-        EP(ep=2),
-        "M",
-        {"target_parameters": EXPERTS, "use_dora": True},
-        True,
-        ["use_dora", "ep is 2"],
-    ),
+    (EP(ep=2), "M", {"target_parameters": EXPERTS, **TOKENS}, True, [*TOKENS, "ep is 2"]),
+    (TP(tp=2), "L", {}, "IA3", ["IA3Config", "tp is 2"]),
 ]
 
 
