@@ -159,20 +159,29 @@ def base_name(name: str) -> str | None:
 
 
 def source_name(name: str) -> str | None:
-    """Return the name, without PEFT, of the tensor that one of a PEFT model starts as.
+    """Return the name, without PEFT, of the tensor or module that one of a PEFT model starts as.
 
     A module of ``modules_to_save`` starts as a copy; None for factors, which start as drawn.
 
     >>> source_name("base_model.model.score.modules_to_save.default.weight")
     'score.weight'
+    >>> source_name("base_model.model.score.modules_to_save.default")
+    'score'
 
     Collective: none.
     """
     head, saved, tail = name.partition(".modules_to_save.")
-    return base_name(f"{head}.{tail.partition('.')[2]}" if saved else name)
+    inner = tail.partition(".")[2]
+    return base_name(f"{head}.{inner}" if inner else head if saved else name)
 
 
-def attach_to_skeleton(model: nn.Module, peft_config: Any, dtype: Any, seed: int) -> nn.Module:
+def attach_to_skeleton(
+    model: nn.Module,
+    peft_config: Any,
+    dtype: Any,
+    seed: int,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
     """Return a PEFT model around one without values, its factors with theirs, as `attach_adapters`.
 
     Raises:
@@ -185,7 +194,7 @@ def attach_to_skeleton(model: nn.Module, peft_config: Any, dtype: Any, seed: int
     from distft.checkpoint.skeleton import replace_parameters
 
     _check_starts_without_weights(peft_config)
-    made = attach_adapters(model, peft_config, seed)
+    made = attach_adapters(model, peft_config, seed, prepare)
 
     def value(name: str, parameter: Tensor) -> Tensor:
         if base_name(name) is not None:

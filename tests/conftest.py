@@ -9,6 +9,8 @@ import pytest
 
 from distft.testing import WorkerPool
 
+# A test takes seconds; on a busy machine a rank needs minutes to load PEFT alone.
+TIMEOUT = 600.0
 # A rank alone in a save gives up after 5 s here, not after a minute.
 RANK_ENVIRONMENT = {"DISTFT_RENDEZVOUS_TIMEOUT": "5"}
 
@@ -30,7 +32,7 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
 
     def pool(world_size: int) -> WorkerPool:
         if world_size not in started:
-            started[world_size] = WorkerPool(world_size, timeout=120, env=RANK_ENVIRONMENT)
+            started[world_size] = WorkerPool(world_size, timeout=TIMEOUT, env=RANK_ENVIRONMENT)
         return started[world_size]
 
     yield pool

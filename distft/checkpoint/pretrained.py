@@ -81,7 +81,9 @@ def load_model(
         strategy._check_model(weights.model)
         if peft_config is not None:
             seed = base_seed()
-            weights.adapt = lambda model: attach_to_skeleton(model, peft_config, wanted, seed)
+            weights.adapt = lambda model, prepare: attach_to_skeleton(
+                model, peft_config, wanted, seed, prepare
+            )
     with strategy._explained("load_model", weights.model), together(), ExitStack() as stack:
         weights.advance = stack.enter_context(_progress_bar(len(weights.pieces)))
         stack.enter_context(weights.reader)

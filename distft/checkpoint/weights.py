@@ -37,6 +37,10 @@ _OLD_NAMES = re.compile(
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
+# Called on a model with adapters before their values are drawn.
+Prepare = Callable[[Any], None]
+
+
 @dataclass
 class Weights:
     """Where every tensor of a model comes from.
@@ -46,7 +50,8 @@ class Weights:
         pieces: For each name, the tensors in files that make it up, end to end.
         held: Tensors that are in memory already, where the whole model was read.
         advance: Called once for each tensor that has been read.
-        adapt: From the model to one with adapters, where there are to be any.
+        adapt: From the model to one with adapters, where there are to be any; it takes what
+            `attach` takes.
     """
 
     model: nn.Module
@@ -54,12 +59,15 @@ class Weights:
     held: Mapping[str, Tensor] = field(default_factory=dict)
     advance: Callable[[], None] = lambda: None
     reader: Reader = field(default_factory=Reader)
-    adapt: Callable[[nn.Module], nn.Module] | None = None
+    adapt: Callable[[nn.Module, Prepare | None], nn.Module] | None = None
 
-    def attach(self) -> None:
+    def attach(self, prepare: Prepare | None = None) -> None:
         """Put the adapters on, after layers are split and before parameters are.
 
         Their values, which no file of the model holds, are whole in memory from here on.
+
+        Args:
+            prepare: As for `attach_adapters`.
 
         Raises:
             ValueError: The adapters do not fit the model.
@@ -71,7 +79,7 @@ class Weights:
         if self.adapt is None:
             return
         first = {name: names[0] for names in _names_of(self.model).values() for name in names}
-        self.model = self.adapt(self.model)
+        self.model = self.adapt(self.model, prepare)
         held, pieces = dict[str, Any](), dict[str, Sequence[FileTensor]]()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             source = first.get(source_name(name) or "")

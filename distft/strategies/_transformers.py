@@ -22,6 +22,8 @@ Plan = dict[str, str]
 
 EXPERTS = "grouped_gemm"
 EXPERT_STYLES = (DISPATCH, EXPERTS)
+# Experts of which each rank has a part of every one.
+SHARED_EXPERTS = "moe_tp_experts"
 # Between layers of these two styles activations are split.
 HALVES = ("colwise", "rowwise")
 
@@ -197,12 +199,19 @@ def split_experts(model: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, pl
 
 
 def _split_parameters(modules: Mapping[str, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:
-    styles = require_styles()
     for name, style in plan.items():
         if name not in modules:
             path, _, parameter = name.rpartition(".")
-            styles[style].shard_param(modules[path], parameter, mesh)
-            own_memory(modules[path]._parameters[parameter])
+            split_parameter(modules[path], parameter, style, mesh)
+
+
+def split_parameter(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> None:
+    """Split one parameter of a module, which is whole, over a mesh of one axis.
+
+    Collective: none.
+    """
+    require_styles()[style].shard_param(module, name, mesh)
+    own_memory(module._parameters[name])
 
 
 def fit_forward(module: nn.Module, style: str, tp_mesh: DeviceMesh, ep_mesh: DeviceMesh) -> None:
@@ -224,8 +233,7 @@ def split_factor(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     Collective: none.
     """
     for name in list(module._parameters):
-        require_styles()[style].shard_param(module, name, mesh)
-        own_memory(module._parameters[name])
+        split_parameter(module, name, style, mesh)
     fit_forward(module, style, mesh, mesh)
 
 
@@ -272,16 +280,13 @@ def _sum_gradients_in_backward(module: nn.Module, mesh: DeviceMesh) -> None:
     Inside the graph, so that every micro-step adds its own sum. transformers sums ``.grad`` after
     each backward pass, which sums the earlier micro-steps of a window again.
     """
-    from transformers.distributed.parallel_utils import _AllReduceBackward
-
-    group = mesh.get_group()
     forward = module.forward
 
     def summed(*args: Any, **kwargs: Any) -> Any:
         whole = dict(module._parameters)
         module._parameters.update(
             {
-                name: _AllReduceBackward.apply(parameter, group)
+                name: sum_gradients(parameter, mesh)
                 for name, parameter in whole.items()
                 if parameter is not None
             }
@@ -292,3 +297,15 @@ def _sum_gradients_in_backward(module: nn.Module, mesh: DeviceMesh) -> None:
             module._parameters.update(whole)
 
     module.forward = summed
+
+
+def sum_gradients(tensor: Any, mesh: DeviceMesh) -> Any:
+    """Return a tensor of which each rank of a mesh of one axis uses a part, as it is.
+
+    Its gradient is summed over the ranks in the backward pass.
+
+    Collective: none here; one all_reduce in the backward pass.
+    """
+    from transformers.distributed.parallel_utils import _AllReduceBackward
+
+    return _AllReduceBackward.apply(tensor, mesh.get_group())

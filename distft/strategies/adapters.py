@@ -3,25 +3,32 @@
 Of a layer split by columns, A is whole and B has this rank's rows; of one split by rows, A has this
 rank's columns and B is whole. transformers' styles, put on the factor that is split, make both
 sums complete: the one before a whole B forward, and the one of a whole A's gradient backward.
-Experts keep their own factors. Everything that is private to PEFT is used in this file alone, and
-`tests/unit/test_peft_names.py` fails first when upstream moves.
+Experts keep their own factors, in `expert_adapters.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distft.peft import PREFIX, adapter_names, attach_adapters, is_peft
+from distft.mesh import Mesh
+from distft.peft import PREFIX, adapter_names, attach_adapters, base_model, is_peft
 from distft.process_group import base_seed
-from distft.strategies._transformers import fit_forward, own_memory, split_factor
+from distft.strategies._transformers import (
+    EXPERT_STYLES,
+    SHARED_EXPERTS,
+    fit_forward,
+    split_factor,
+    split_parameter,
+)
+from distft.strategies.expert_adapters import require_wrapper, split_expert_factors
 from distft.strategies.precision import cast_parameters
-from distft.strategies.split import Split
+from distft.strategies.split import Split, split_layers, split_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 # Styles of linear layers: by columns, so that B is split, and by rows, so that A is.
 COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
@@ -40,49 +47,56 @@ NEEDS_WHOLE = (
     "lora_bias",
     "trainable_token_indices",
 )
-# What the fold of experts takes from PEFT's wrapper of a parameter.
-WRAPPER_NAMES = ("_activate_lora", "get_base_layer", "get_param")
 
 
-def require_wrapper() -> Any:
-    """Return PEFT's wrapper of a parameter.
+def split_with_adapters(
+    caller: str, model: nn.Module, mesh: Mesh, rules: Mapping[str, str] | None, device_type: str
+) -> None:
+    """Split a model's layers and experts, and the adapters that are on them, in place.
 
     Raises:
-        RuntimeError: This PEFT has none that works alike.
+        ValueError: As `split_layers`, or the adapters are of a kind that has not been shown to be
+            right on split layers.
 
-    Collective: none.
+    Collective: every rank: process groups are made.
     """
-    import peft
+    if not (is_peft(model) or adapter_names(model)):
+        split_layers(caller, model, mesh, rules, device_type)
+        return
+    base = base_model(model)
+    for config in getattr(model, "peft_config", {}).values():
+        _check_config(f"{caller}.apply()", mesh.tp, mesh.ep, config)
+    with _adapters_off(model):
+        split_layers(caller, base, mesh, rules, device_type)
+    split = split_of(base)
+    assert split is not None
+    for path, layer in _layers(model):
+        _check_target(f"{caller}.apply()", split, path, layer)
+    split_adapters(model, split)
 
+
+@contextmanager
+def _adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model stand where the adapters around them do, under their own names."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, LoraLayer | ModulesToSaveWrapper)
+    ]
+    for parent, name, child in places:
+        inner: Any = child
+        while isinstance(inner, LoraLayer | ModulesToSaveWrapper):
+            inner = inner.base_layer if isinstance(inner, LoraLayer) else inner.original_module
+        parent._modules[name] = inner
     try:
-        from peft.tuners.lora.layer import ParamWrapper
-
-        missing = [name for name in WRAPPER_NAMES if not hasattr(ParamWrapper, name)]
-    except ImportError as error:
-        missing = [str(error)]
-    if missing:
-        raise RuntimeError(
-            f"peft {peft.__version__} has no ParamWrapper with {', '.join(missing)}, which "
-            "adapters of experts need. Run pip install 'peft>=0.21'."
-        )
-    return ParamWrapper
-
-
-def check_plain(caller: str, model: nn.Module) -> None:
-    """Raise where a model has adapters before its layers are split.
-
-    Raises:
-        ValueError: How many adapter tensors there are, and the order to follow.
-
-    Collective: none.
-    """
-    adapters = adapter_names(model)
-    if is_peft(model) or adapters:
-        raise ValueError(
-            f"{caller}.apply() got a model that has {len(adapters)} adapter tensors already, and "
-            "its layers are still to be split: each rank would train other adapters. Pass the "
-            "plain model and peft_config=, so that adapters come after the splitting."
-        )
+        yield
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
 
 
 def attach_to_split(
@@ -98,38 +112,54 @@ def attach_to_split(
 
     Collective: none.
     """
-    _check_config(caller, split, peft_config)
-    prepare = partial(_prepare, caller, split)
-    made = attach_adapters(model, peft_config, base_seed(), prepare)
+    call = f"{caller}.apply()"
+    _check_config(call, split.dense["tp"].size(), split.expert["ep"].size(), peft_config, new=True)
+    made = attach_adapters(model, peft_config, base_seed(), partial(make_whole, call, split))
     cast_parameters(made, dtype)
-    for path, layer in _layers(made):
-        style = split.styles.get(path)
-        tp = split.dense["tp"]
-        if isinstance(layer, require_wrapper()):
-            if hasattr(layer.get_param(), "placements"):
-                _split_expert_factors(layer, split)
-        elif style in COLUMNS:
-            for factor in layer.lora_B.values():
-                split_factor(factor, str(style), tp)
-        elif style in ROWS:
-            for factor in layer.lora_A.values():
-                split_factor(factor, str(style), tp)
-    _refit_copies(made, split)
+    split_adapters(made, split)
     return made
 
 
-def _check_config(caller: str, split: Split, config: Any) -> None:
-    if split.dense["tp"].size() == 1 and not getattr(config, "target_parameters", None):
+def split_adapters(model: nn.Module, split: Split) -> None:
+    """Split the factors on split layers, which are whole, and copies of split layers, in place.
+
+    Collective: none.
+    """
+    tp = split.dense["tp"]
+    for path, layer in _layers(model):
+        style = split.styles.get(path)
+        if isinstance(layer, require_wrapper()):
+            if hasattr(layer.get_param(), "placements"):
+                split_expert_factors(layer)
+        elif style in COLUMNS or style in ROWS:
+            for factor in (layer.lora_B if style in COLUMNS else layer.lora_A).values():
+                split_factor(factor, str(style), tp)
+    _split_copies(model, split)
+
+
+def _check_config(call: str, tp: int, ep: int, config: Any, new: bool = False) -> None:
+    """Raise where adapters, which are new or have their values, need whole base weights."""
+    from peft import LoraConfig
+
+    if not isinstance(config, LoraConfig):
+        if new:
+            # `attach_adapters` says it, the same under every strategy.
+            return
+        raise ValueError(
+            f"{call} got a model with adapters of a {type(config).__name__}, and tp is {tp} and ep "
+            f"is {ep}: only those of a LoraConfig have been shown to be right on split layers. "
+            "Use FSDP2, or a LoraConfig."
+        )
+    if tp == 1 and not config.target_parameters:
         return
-    init = getattr(config, "init_lora_weights", True)
     wrong = [name for name in NEEDS_WHOLE if getattr(config, name, None)]
-    if init not in DRAWN:
-        wrong.append(f"init_lora_weights={init!r}")
+    if new and config.init_lora_weights not in DRAWN:
+        wrong.append(f"init_lora_weights={config.init_lora_weights!r}")
     if wrong:
         raise ValueError(
-            f"{caller}.apply() got a peft_config with {', '.join(wrong)}, and no rank has whole "
-            f"base weights: tp is {split.dense['tp'].size()} and ep is {split.expert['ep'].size()}."
-            " Leave it out, or use FSDP2, where PEFT sees each weight whole."
+            f"{call} got a peft_config with {', '.join(wrong)}, and no rank has whole base "
+            f"weights: tp is {tp} and ep is {ep}. Leave it out, or use FSDP2, where PEFT sees "
+            "each weight whole."
         )
 
 
@@ -149,17 +179,24 @@ def _plain(path: str) -> str:
     return ".".join(part for part in parts if part != "base_layer")
 
 
-def _prepare(caller: str, split: Split, model: nn.Module) -> None:
+def make_whole(call: str, split: Split, model: Any) -> None:
     """Give factors the shapes of the whole, after a check of every target.
 
     PEFT makes them for this rank's part of a weight, and transformers' styles read the sizes of
     the whole from the layers.
+
+    Raises:
+        ValueError: As `attach_to_split`.
+
+    Collective: none.
     """
     import torch
 
+    for config in model.peft_config.values():
+        _check_config(call, split.dense["tp"].size(), split.expert["ep"].size(), config, new=True)
     layers = _layers(model)
     for path, layer in layers:
-        _check_target(caller, split, path, layer)
+        _check_target(call, split, path, layer)
     for path, layer in layers:
         style = split.styles.get(path)
         if style in COLUMNS:
@@ -178,12 +215,14 @@ def _prepare(caller: str, split: Split, model: nn.Module) -> None:
                 )
 
 
-def _check_target(caller: str, split: Split, path: str, layer: Any) -> None:
+def _check_target(call: str, split: Split, path: str, layer: Any) -> None:
     from torch.nn import Embedding, Linear
 
     base, style = layer.get_base_layer(), split.styles.get(path)
     if isinstance(layer, require_wrapper()):
-        right = path in split.expert_modules or not hasattr(layer.get_param(), "placements")
+        weight = layer.get_param()
+        right = path in split.expert_modules or not hasattr(weight, "placements")
+        right = right or (style == SHARED_EXPERTS and weight.dim() == 3)
         path = f"{path}.{layer.parameter_name}"
         advice = "Spread the experts with ep, which keeps each one whole, or adapt other layers."
     else:
@@ -193,90 +232,20 @@ def _check_target(caller: str, split: Split, path: str, layer: Any) -> None:
         advice = "Leave it out of target_modules."
     if not right:
         raise ValueError(
-            f"{caller}.apply() cannot put an adapter on {path}, which is split over "
+            f"{call} cannot put an adapter on {path}, which is split over "
             f"{split.dense['tp'].size()} ranks as {style!r}: its factors have no split that has "
             f"been shown to be right. {advice}"
         )
 
 
-# ---- experts ------------------------------------------------------------------------------------
-
-
-def _split_expert_factors(wrapper: Any, split: Split) -> None:
-    """Give each rank the factors of its experts, and fold them into its part of the weight.
-
-    Rows of A go expert by expert; columns of B go rank by rank of the adapter, each with all
-    experts, so that a rank's columns are strided.
-    """
-    import torch
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    for adapter in wrapper.lora_A:
-        placements: dict[Any, Any] = {
-            wrapper.lora_A[adapter]: Shard(0),
-            wrapper.lora_B[adapter]: _StridedShard(1, split_factor=wrapper.r[adapter]),
-        }
-        for factor, placement in placements.items():
-            whole = factor.weight
-            part = distribute_tensor(
-                whole.detach(), split.expert["ep"], [placement], src_data_rank=None
-            )
-            own_memory(part)
-            factor.weight = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
-    wrapper._activate_lora = partial(_fold_locally, wrapper)
-
-
-@contextmanager
-def _fold_locally(wrapper: Any, active_adapters: Sequence[str]) -> Iterator[None]:
-    """Let the experts' forward pass see ``W + scale * B A`` of this rank's experts, as a tensor.
-
-    PEFT's own way parametrizes the weight, where a `DTensor` would meet plain tensors.
-    """
-    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
-    whole = experts._parameters[name]
-    transposed = getattr(experts, "is_transposed", False)
-    folded = whole.to_local()
-    for adapter in active_adapters:
-        if adapter in wrapper.lora_A:
-            a, b = (side[adapter].weight.to_local() for side in (wrapper.lora_A, wrapper.lora_B))
-            folded = fold(folded, a, b, wrapper.scaling[adapter], transposed)
-    experts._parameters[name] = folded
-    try:
-        yield
-    finally:
-        experts._parameters[name] = whole
-
-
-def fold(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
-    """Return ``W_e + scale * B_e A_e`` for each expert.
-
-    Args:
-        weight: (experts, out, in), or (experts, in, out) where ``transposed``.
-        a: (experts * rank, in): each expert's rows together.
-        b: (out, rank * experts): each expert in every ``experts``-th column.
-        scale: The adapter's factor.
-        transposed: How the family stores its experts.
-
-    Collective: none.
-    """
-    import torch
-
-    num_experts = weight.shape[0]
-    a = a.reshape(num_experts, -1, a.shape[-1]).to(weight.dtype)
-    b = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1).to(weight.dtype)
-    left, right = (a.transpose(1, 2), b.transpose(1, 2)) if transposed else (b, a)
-    return torch.baddbmm(weight, left, right, alpha=scale)
-
-
 # ---- modules_to_save ----------------------------------------------------------------------------
 
 
-def _refit_copies(model: nn.Module, split: Split) -> None:
-    """Fit the forward passes of the copies that ``modules_to_save`` trains.
+def _split_copies(model: nn.Module, split: Split) -> None:
+    """Split the copies that ``modules_to_save`` trains as their originals are.
 
-    A copy of a module brings along the forward pass of the module it is a copy of, and with it
-    that one's weights: the copy would never be used.
+    A copy of a module that is split already brings along its forward pass, and with it the
+    original's weights: the copy would never be used.
     """
     from peft.utils import ModulesToSaveWrapper
 
@@ -285,9 +254,16 @@ def _refit_copies(model: nn.Module, split: Split) -> None:
             continue
         for copied in wrapper.modules_to_save.values():
             for inner, module in copied.named_modules():
-                place = _plain(f"{path}.{inner}" if inner else path)
-                style = split.styles.get(place)
-                if style is None:
-                    continue
-                vars(module).pop("forward", None)
-                fit_forward(module, style, split.dense["tp"], split.expert["ep"])
+                _split_copy(module, _plain(f"{path}.{inner}" if inner else path), split)
+
+
+def _split_copy(module: nn.Module, place: str, split: Split) -> None:
+    tp, ep = split.dense["tp"], split.expert["ep"]
+    for name, parameter in list(module._parameters.items()):
+        style = split.parameters.get(f"{place}.{name}")
+        if style is not None and not hasattr(parameter, "placements"):
+            split_parameter(module, name, style, ep if style in EXPERT_STYLES else tp)
+    style = split.styles.get(place)
+    if style is not None:
+        vars(module).pop("forward", None)
+        fit_forward(module, style, tp, ep)

@@ -167,7 +167,7 @@ class Strategy(StrategyHooks):
                 A group with ``max_grad_norm`` is clipped to that norm of its own gradient.
             peft_config: A ``peft.LoraConfig``: adapters are attached, then the model is sharded,
                 then the optimizer is built. Only adapters and ``modules_to_save`` train. A PEFT
-                model is taken as it is, but not where layers or experts are split first.
+                model is taken as it is, and its adapters are split with its layers.
 
         Raises:
             ValueError: The model is distributed already or on the meta device, ranks do not

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,7 +31,12 @@ from distft.peft import base_model
 from distft.process_group import check_host_collectives, local_device
 from distft.spec import check_units, gathered_units, sharding_units
 from distft.strategies._transformers import HALVES, merge_rules
-from distft.strategies.adapters import attach_to_split, check_plain
+from distft.strategies.adapters import (
+    attach_to_split,
+    make_whole,
+    split_adapters,
+    split_with_adapters,
+)
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.strategies.split import split_layers, split_of
@@ -67,10 +73,9 @@ class Sharded(Strategy):
     def _split_modules(self, model: nn.Module, mesh: Mesh) -> None:
         if mesh.tp == mesh.ep == 1:
             return
-        check_plain(repr(self), model)
         model.to(local_device())
         copy_from_rank0([*model.parameters(), *model.buffers()])
-        split_layers(repr(self), model, mesh, self._rules(), local_device().type)
+        split_with_adapters(repr(self), model, mesh, self._rules(), local_device().type)
 
     def _attach_adapters(self, model: nn.Module, peft_config: Any) -> nn.Module:
         split = split_of(model)
@@ -112,14 +117,8 @@ class Sharded(Strategy):
 
         device = self._home()
         if mesh.tp * mesh.ep > 1:
-            if weights.adapt is not None:
-                raise ValueError(
-                    f"load_model() of {self!r} takes no peft_config in this version: it has "
-                    f"tp={mesh.tp} and ep={mesh.ep}, and factors are split with the layers they "
-                    "stand on. Pass apply() a model of from_pretrained with the peft_config."
-                )
             split_layers(repr(self), weights.model, mesh, self._rules(), local_device().type)
-        weights.attach()
+        self._attach_unread(weights)
         self._shard(weights.model, mesh)
 
         def read(name: str, parameter: Any) -> Tensor:
@@ -142,6 +141,15 @@ class Sharded(Strategy):
         replace_parameters(weights.model, read)
         weights.fill_buffers()
         return weights.model
+
+    def _attach_unread(self, weights: Weights) -> None:
+        """Put on the adapters of `load_model`, after layers are split and before weights are."""
+        split = split_of(weights.model)
+        if split is None or weights.adapt is None:
+            weights.attach()
+            return
+        weights.attach(partial(make_whole, f"load_model() of {self!r}", split))
+        split_adapters(weights.model, split)
 
     def _check_installed(self) -> None:
         if self.offload is not None:

@@ -32,12 +32,14 @@ class Split:
         expert: Mesh of `dp_replicate, efsdp, ep`.
         expert_modules: Paths of the modules whose experts are spread over `ep`.
         styles: From the path of every module whose forward pass is fitted to the name of its style.
+        parameters: The same for every parameter that has one.
     """
 
     dense: DeviceMesh
     expert: DeviceMesh
     expert_modules: tuple[str, ...]
     styles: Mapping[str, str]
+    parameters: Mapping[str, str]
 
 
 def split_of(model: Any) -> Split | None:
@@ -78,8 +80,10 @@ def split_layers(
         split_experts(model, expert["ep"], dense["tp"], experts)
     spread = tuple(name for name, style in experts.items() if style == DISPATCH)
     paths = {path for path, _ in model.named_modules()}
-    styles = {name: style for name, style in (tensors | experts).items() if name in paths}
-    object.__setattr__(model, _MARK, Split(dense, expert, spread, styles))
+    both = tensors | experts
+    styles = {name: style for name, style in both.items() if name in paths}
+    parameters = {name: style for name, style in both.items() if name not in paths}
+    object.__setattr__(model, _MARK, Split(dense, expert, spread, styles, parameters))
 
 
 def _check_heads(caller: str, model: nn.Module, tp: int, plan: Plan) -> None:

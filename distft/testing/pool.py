@@ -191,10 +191,13 @@ class WorkerPool:
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
         texts = []
-        for rank in range(self.world_size):
+        # On a busy machine it takes them a while.
+        deadline = time.monotonic() + 10.0
+        for rank, process in enumerate(self._processes):
             path = self._stack_file(rank)
+            while process.is_alive() and _is_empty(path) and time.monotonic() < deadline:
+                time.sleep(0.1)
             text = path.read_text() if path.exists() else ""
             texts.append(f"---- rank {rank}\n{text or '(no stack: the process is gone)'}")
         return "\n".join(texts)
@@ -234,6 +237,10 @@ def _num_threads(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except FileNotFoundError:
         return 0
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
 
 
 def _report(answers: Sequence[Any]) -> str:

@@ -35,6 +35,8 @@ class Training:
         max_norm: Clipping bound, or None.
         learning_rate: Of AdamW.
         changes: Changes to the model's config.
+        seed: Of the rows. AdamW moves a weight by ``lr / eps`` times the rounding of its gradient
+            where that is below ``eps``, 1e-8: with some rows a weight is there, and proves nothing.
     """
 
     model: str = "L"
@@ -43,11 +45,12 @@ class Training:
     max_norm: float | None = None
     learning_rate: float = 1e-3
     changes: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
         """Return the micro-batches of a step over all ranks."""
         tokens = [LOSS_TOKENS[i % len(LOSS_TOKENS)] for i in range(self.num_micro_batches)]
-        return tiny_batches(tokens, seed=step)
+        return tiny_batches(tokens, seed=self.seed + step)
 
     def build(self) -> nn.Module:
         """Return the model at its start."""

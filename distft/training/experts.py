@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distft.formulas import expert_imbalance, expert_slowdown
+from distft.peft import source_name
 from distft.process_group import local_device
 from distft.training.wrappers import unwrap
 
@@ -26,7 +27,7 @@ class LayerLoad:
     """The tokens of one layer's experts.
 
     Attributes:
-        name: Path of the experts' module.
+        name: Path of the experts' module, in the model without adapters.
         counts: Tokens that each expert got; a token counts once for each expert it goes to.
         ep: Ranks over which the experts are spread.
     """
@@ -99,13 +100,14 @@ def count_tokens_of_experts(model: nn.Module, num_experts: int) -> None:
 
     Collective: none.
     """
-    counters = []
-    for name, module in unwrap(model).named_modules():
+    counters: dict[str, _Counter] = {}
+    for path, module in unwrap(model).named_modules():
         if is_experts(module):
-            counter = _Counter(name, num_experts)
+            # Experts and the copy that `modules_to_save` trains of them are one layer.
+            name = source_name(path) or path
+            counter = counters.setdefault(name, _Counter(name, num_experts))
             module.register_forward_pre_hook(counter.count, with_kwargs=True)
-            counters.append(counter)
-    setattr(unwrap(model), _MARK, counters)
+    setattr(unwrap(model), _MARK, list(counters.values()))
 
 
 def is_experts(module: nn.Module) -> bool:

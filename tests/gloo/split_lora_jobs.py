@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,58 @@ def train_lora(strategy: Any, training: LoraAlone) -> Any:
         training.max_norm,
         training.learning_rate,
         training.changes,
+        training.seed,
     )
     return train_under(strategy, plain, lora_config(**NON_ZERO, **training.lora))
+
+
+@dataclass(frozen=True)
+class FromFolder(Training):
+    """A training of adapters that starts from a folder; on one process where no strategy is.
+
+    Attributes:
+        folder: Of the model, or of an adapter on the model's start where `saved`.
+        saved: Whether `load_adapter` reads the adapter, or `load_model` attaches a new one.
+    """
+
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    saved: bool = False
+    strategy: Any = None
+
+    def build(self) -> Any:
+        """Return the PEFT model at its start, spread where a strategy is."""
+        from transformers import AutoModelForCausalLM
+
+        if self.saved:
+            return distft.load_adapter(super().build(), self.folder)
+        config = lora_config(**NON_ZERO, **self.lora)
+        if self.strategy is not None:
+            return distft.load_model(self.folder, self.strategy, peft_config=config)
+        return attach_adapters(AutoModelForCausalLM.from_pretrained(self.folder), config, seed=0)
+
+
+def write_adapter_folder(training: FromFolder, path: str) -> None:
+    """Write an adapter of drawn values with PEFT alone."""
+    plain = Training(training.model, changes=training.changes).build()
+    made: Any = attach_adapters(plain, lora_config(**NON_ZERO, **training.lora), seed=5)
+    made.save_pretrained(path, save_embedding_layers=False)
+
+
+def train_from_folder(strategy: Any, training: FromFolder, out: str) -> Any:
+    """Return the record of this rank's training; its start is saved to `out` where given."""
+    distft.init(seed=0)
+    if out:
+        save_start(strategy, training, out)
+    return train_under(strategy, replace(training, strategy=strategy))
+
+
+def save_start(strategy: Any, training: FromFolder, out: str) -> None:
+    """Save what `apply` makes of an adapter that was loaded."""
+    from torch.optim import AdamW
+
+    model, optimizer = strategy.apply(training.build(), partial(AdamW, lr=1e-3))
+    strategy.save(out, model, optimizer, step=0)
 
 
 def held_factors(strategy: Any, lora: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -57,14 +107,18 @@ def held_factors(strategy: Any, lora: Mapping[str, Any]) -> dict[str, tuple[int,
     }
 
 
-def refusal(strategy: Any, model: str, lora: Mapping[str, Any], attached: bool) -> str:
-    """Return what `apply` says of adapters, attached before it or by it."""
+def refusal(strategy: Any, model: str, lora: Mapping[str, Any], attached: bool | str) -> str:
+    """Return what `apply` says of adapters, attached before it, as LoRA or IA3, or by it."""
+    from peft import IA3Config, get_peft_model
     from torch.optim import AdamW
 
     distft.init(seed=0)
     plain: Any = tiny_model(model)
     config: Any = lora_config(**lora)
-    if attached:
+    if attached == "IA3":
+        ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+        plain, config = get_peft_model(plain, ia3), None
+    elif attached:
         plain, config = attach_adapters(plain, config, seed=0), None
     try:
         strategy.apply(plain, partial(AdamW, lr=1e-3), peft_config=config)

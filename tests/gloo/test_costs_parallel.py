@@ -43,6 +43,16 @@ ADAPTED = [
 ]
 
 
+def kept_gates():
+    """Return M in bf16 with its gates, a split layer and a norm in fp32."""
+    model = tiny_model("M").bfloat16()
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+        layer.input_layernorm.float()
+    model.model.layers[0].self_attn.o_proj.float()
+    return model
+
+
 def held(strategy, model_name, changes, lora=None):
     """Return bytes of model state with gradients and moments there."""
     from torch.optim import AdamW
@@ -51,8 +61,9 @@ def held(strategy, model_name, changes, lora=None):
     from distft.training.loss import next_token_loss
 
     distft.init(seed=0)
+    plain = kept_gates() if model_name == "kept gates" else tiny_model(model_name, **changes)
     model, optimizer = strategy.apply(
-        tiny_model(model_name, **changes),
+        plain,
         partial(AdamW, lr=1e-3),
         peft_config=None if lora is None else lora_config(**lora),
     )
@@ -78,6 +89,24 @@ def test_adapters_lie_on_every_rank_as_the_formula_says(pools, strategy, ranks, 
     spec = ModelSpec.from_model(attach_adapters(tiny_model(model), lora_config(**lora), seed=0))
     report = strategy.memory(spec, Workload(seq_len=16), world_size=ranks)
     assert list(report.per_rank) == pools(ranks).run(held, strategy, model, {}, lora)
+
+
+KEPT = [
+    (TP(tp=2, precision="bf16"), 2),
+    (EP(ep=2, precision="bf16"), 2),
+    (NDParallel(tp=2, ep=2, precision="bf16-mixed"), 4),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), KEPT, ids=str)
+def test_what_stays_fp32_is_counted_so_on_every_rank(pools, strategy, ranks):
+    spec = ModelSpec.from_model(kept_gates())
+    report = strategy.memory(spec, Workload(seq_len=16), world_size=ranks)
+    assert list(report.per_rank) == pools(ranks).run(held, strategy, "kept gates", {})
+    if strategy.precision == "bf16":
+        plain = ModelSpec.from_model(tiny_model("M").bfloat16())
+        less = strategy.memory(plain, Workload(seq_len=16), world_size=ranks)
+        assert max(report.per_rank) > max(less.per_rank)
 
 
 @pytest.mark.parametrize(

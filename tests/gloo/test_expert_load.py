@@ -9,6 +9,7 @@ import pytest
 import distft
 from distft import DDP, EP, FSDP2, HSDP, TP, NDParallel, ZeRO1, ZeRO2, ZeRO3
 from distft.testing import tiny_batches, tiny_model
+from tests.gloo.lora_jobs import EXPERTS, lora_config
 
 ROWS = (3, 8, 13, 6, 11, 4)
 WORLDS = [
@@ -63,6 +64,26 @@ def test_a_busy_rank_slows_the_layer_down(pools):
         assert layer.slowdown == pytest.approx(max(halves) / (sum(halves) / 2))
         assert layer.imbalance == pytest.approx(max(layer.counts) / (sum(layer.counts) / 6))
         assert "model.layers.0.mlp.experts" in str(found)
+
+
+def names_with_adapters(strategy):
+    """Return the load of M with adapters on its experts."""
+    from torch.optim import SGD
+
+    distft.init(seed=0)
+    lora = lora_config(target_parameters=list(EXPERTS), target_modules=["q_proj"])
+    model, optimizer = strategy.apply(tiny_model("M"), partial(SGD, lr=0.0), peft_config=lora)
+    strategy.train_step(model, optimizer, tiny_batches(ROWS)[strategy.dp_rank :: strategy.dp_size])
+    return strategy.expert_load(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("strategy", [FSDP2(), EP(ep=2)], ids=str)
+def test_layers_have_the_names_of_the_model_without_adapters(pools, strategy):
+    for found in pools(2).run(names_with_adapters, strategy):
+        names = [layer.name for layer in found.layers]
+        assert names == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
+        assert sum(found.layers[0].counts) == 6 * 16 * 2
 
 
 def refusal(strategy):

@@ -11,7 +11,7 @@ import torch
 from torch.optim import AdamW
 
 import distft
-from distft import DDP, FSDP2, HSDP, TP, ZeRO1, ZeRO2, ZeRO3
+from distft import DDP, EP, FSDP2, HSDP, TP, NDParallel, ZeRO1, ZeRO2, ZeRO3
 from distft.testing import RanksFailed, tiny_batches, tiny_model
 from tests.gloo.lora_jobs import EXPERTS, lora_config
 
@@ -63,6 +63,8 @@ def folders(root: Path) -> Path:
     [
         (2, SIX, ("linear",)),
         (3, (ZeRO3(), FSDP2()), ("drawn, tied, norm", "experts")),
+        (2, (TP(tp=2), EP(ep=2), NDParallel(tp=2, ep=2)), ("experts",)),
+        (4, (NDParallel(tp=2),), ("linear", "drawn, tied, norm", "experts")),
     ],
 )
 def test_adapters_start_and_train_as_those_of_apply(pools, tmp_path, ranks, strategies, cases):
@@ -94,7 +96,8 @@ def test_adapters_that_start_from_weights_or_fit_nothing_are_refused(pools, tmp_
         pools(2).run(load, tmp_path, lora, FSDP2())
 
 
-def test_split_layers_get_their_adapters_from_apply(pools, tmp_path):
+def test_adapters_without_a_right_split_are_refused_when_the_model_is_loaded(pools, tmp_path):
     tiny_model("L").save_pretrained(tmp_path)
-    with pytest.raises(RanksFailed, match=r"TP\(tp=2\) takes no peft_config.*apply\(\)"):
-        pools(2).run(load, tmp_path, {}, TP(tp=2))
+    lora = {"target_modules": ["q_proj"], "target_parameters": ["o_proj.weight"]}
+    with pytest.raises(RanksFailed, match=r"load_model\(\) of TP\(tp=2\) cannot .* 'rowwise'"):
+        pools(2).run(load, tmp_path, lora, TP(tp=2))

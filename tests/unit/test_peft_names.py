@@ -1,4 +1,4 @@
-"""PEFT's names that `distft.strategies.adapters` uses: fails first when they move."""
+"""PEFT's names that adapters on split layers use: fails first when they move."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import inspect
 import pytest
 
 from distft.peft import attach_adapters
-from distft.strategies import adapters
+from distft.strategies import adapters, expert_adapters
 from distft.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 
 def test_a_wrapped_parameter_folds_its_factors_in_a_context_of_its_own():
-    wrapper = adapters.require_wrapper()
+    wrapper = expert_adapters.require_wrapper()
     assert list(inspect.signature(wrapper._activate_lora).parameters) == ["self", "active_adapters"]
     assert "self._activate_lora(self.active_adapters)" in inspect.getsource(wrapper.forward)
 
@@ -31,14 +31,14 @@ def test_the_factors_of_experts_lie_as_the_fold_here_reads_them(model):
         init_lora_weights=False,
     )
     made = attach_adapters(tiny_model(model), config, seed=0)
-    found = [m for m in made.modules() if isinstance(m, adapters.require_wrapper())]
+    found = [m for m in made.modules() if isinstance(m, expert_adapters.require_wrapper())]
     assert found
     for wrapper in found:
         weight = wrapper.get_param().detach()
         factors = {side: getattr(wrapper, side)["default"].weight for side in ("lora_A", "lora_B")}
         a, b = (tensor.detach() for tensor in factors.values())
         transposed = getattr(wrapper.get_base_layer(), "is_transposed", False)
-        folded = adapters.fold(weight, a, b, wrapper.scaling["default"], transposed)
+        folded = expert_adapters.fold(weight, a, b, wrapper.scaling["default"], transposed)
         torch.testing.assert_close(folded, weight + wrapper.get_delta_weight("default").detach())
 
 
