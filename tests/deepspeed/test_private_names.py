@@ -84,3 +84,14 @@ def test_the_engine_has_the_cast_and_the_buffers_that_weights_kept_in_fp32_go_ro
     assert "self.lp_param_buffer.narrow(0, offset, " in inspect.getsource(stage3)
     source = inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer.setup_buckets)
     assert "dtype=self._gradient_reduction_buffer_dtype()" in source
+
+
+def test_what_checkpoints_may_name_is_still_deepspeeds():
+    import importlib
+
+    from distft.checkpoint.readers.unpickle import ALLOWED
+
+    for name in ALLOWED:
+        module, _, attribute = name.rpartition(".")
+        if module.startswith("deepspeed"):
+            assert hasattr(importlib.import_module(module), attribute), name

@@ -34,12 +34,10 @@ RUNS = {
 }
 
 
-def save_all(root: Path) -> dict[str, dict[str, Any]]:
-    """Train two steps under each strategy and save; return what the runs held."""
-    return {
-        name: train_and_save(strategy, recipe, root / name, 2)
-        for name, (strategy, recipe) in RUNS.items()
-    }
+def save(name: str, root: Path) -> dict[str, Any]:
+    """Train two steps under a strategy and save; return what the run held."""
+    strategy, recipe = RUNS[name]
+    return train_and_save(strategy, recipe, root / name, 2)
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory) -> Saved:
     root = tmp_path_factory.mktemp("runs")
-    return Saved(root, pools(3).run(save_all, root)[0])
+    return Saved(root, {name: pools(3).run(save, name, root)[0] for name in RUNS})
 
 
 @pytest.mark.parametrize("name", RUNS)

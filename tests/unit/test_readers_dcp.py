@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import warnings
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import distft
 from distft.checkpoint.readers import read_map
+from distft.checkpoint.readers.unpickle import ALLOWED
 from tests.reading import values
 
 
@@ -186,3 +188,25 @@ def test_a_file_that_is_cut_or_gone_is_named(run, tmp_path):
     file.write_bytes(whole)
     (tmp_path / ".metadata").unlink()
     assert ".metadata is missing: searched" in distft.verify(tmp_path).problems[0]
+
+
+def test_files_that_torch_writes_for_transformers_are_read(run, tmp_path):
+    weights = dict(run[0].state_dict())
+    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(weights, storage_writer=writer, no_dist=True)
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
+    found = read_map(tmp_path)
+    assert (found.format, found.check()) == ("safetensors", [])
+    for name, tensor in weights.items():
+        assert torch.equal(values(tmp_path, found.tensors[name]), tensor)
+
+
+def test_every_name_that_metadata_may_ask_for_is_one_of_torch():
+    for name in ALLOWED:
+        module, _, attribute = name.rpartition(".")
+        if module.startswith("torch"):
+            assert hasattr(importlib.import_module(module), attribute), name

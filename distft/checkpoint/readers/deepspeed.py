@@ -13,19 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distft.checkpoint.readers.flat import Dealt, FlatVector, Slice
+from distft.checkpoint.readers.flat import Dealt, FlatVector
 from distft.checkpoint.readers.state_dict import described, tie
 from distft.checkpoint.readers.torch_zip import plain_values, read_torch_file
 from distft.checkpoint.readers.unpickle import StandIn, StoredTensor
-from distft.checkpoint.shards import LogicalTensor, OptimizerState, ParamGroup, Piece, ShardMap
+from distft.checkpoint.readers.zero_run import ZeroRun
+from distft.checkpoint.shards import LogicalTensor, Piece, ShardMap
 
 MODEL_STATES, OPTIM_STATES = "_model_states.pt", "_optim_states.pt"
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
-# Of a group in the file: numbers of vectors, and names that param_shapes gives too.
-_NOT_SETTINGS = frozenset({"params", "param_names"})
-# What the model states of all ranks say alike, by what an error calls it.
-_SAME_IN_ALL = {"steps": "global_steps", "ranks": "dp_world_size", "parameters": "param_shapes"}
 
 
 def tag_folder(folder: Path) -> Path | None:
@@ -70,7 +67,7 @@ def read_deepspeed(root: Path, folder: Path, kind: str = "") -> ShardMap:
     if not files.optimizers:
         return _whole(root, files, first)
     optimizers = [_optimizer_state(root, name) for name in files.optimizers]
-    run = _Run(folder, models, optimizers, _stage(optimizers[0], first))
+    run = ZeroRun(folder, models, optimizers, _stage(optimizers[0], first))
     files.check(run)
     run.check_agreement([*files.models], [*files.optimizers])
     trained = run.trained()
@@ -135,7 +132,7 @@ class _Files:
     def all(self) -> list[str]:
         return [*self.models, *self.optimizers]
 
-    def check(self, run: _Run) -> None:
+    def check(self, run: ZeroRun) -> None:
         """Raise where a rank's file is missing or one too many is there."""
         wanted = [(self.optimizers, run.world_size, OPTIM_STATES)]
         wanted.append((self.models, run.world_size if run.stage == 3 else 1, MODEL_STATES))
@@ -195,153 +192,8 @@ def _scheduler(root: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     return {} if state is None else {"scheduler": plain_values(root, state)}
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The states of all ranks."""
-
-    folder: Path
-    models: Sequence[Mapping[str, Any]]
-    optimizers: Sequence[Mapping[str, Any]]
-    stage: int
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that wrote it."""
-        count = self.optimizers[0]["partition_count"]
-        return int(max(count) if isinstance(count, list) else count)
-
-    def check_agreement(self, models: Sequence[str], optimizers: Sequence[str]) -> None:
-        """Raise where files are of different runs or steps."""
-        said = {
-            what: [(name, m.get(key)) for name, m in zip(models, self.models, strict=True)]
-            for what, key in _SAME_IN_ALL.items()
-        }
-        said |= {
-            "partitions": [
-                (name, o["partition_count"])
-                for name, o in zip(optimizers, self.optimizers, strict=True)
-            ],
-        }
-        for what, values in said.items():
-            for name, value in values[1:]:
-                if value != values[0][1]:
-                    raise ValueError(
-                        f"{name} and {values[0][0]} in {self.folder} do not belong together: their "
-                        f"{what} differ ({_short(value)} and {_short(values[0][1])}). "
-                        "Copy the folder again."
-                    )
-
-    def trained(self) -> list[tuple[list[str], list[tuple[int, ...]]]]:
-        """Return names and shapes of each group of vectors, in the order of their elements."""
-        shapes = self.models[0].get("param_shapes") or []
-        return [(list(group), [tuple(shape) for shape in group.values()]) for group in shapes]
-
-    def weights(self, trained: Any) -> dict[str, LogicalTensor]:
-        """Return the trained parameters in fp32."""
-        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        return self._tensors(trained, [list(state[key]) for state in self.optimizers], "weights")
-
-    def optimizer(self, root: Path, trained: Any, kind: str) -> OptimizerState | None:
-        """Return moments, steps and groups by name."""
-        inner = [self._inner(state) for state in self.optimizers]
-        groups, states = inner[0]["param_groups"], inner[0]["state"]
-        numbers = [number for group in groups for number in group["params"]]
-        names = {number: trained[index][0] for index, number in enumerate(numbers)}
-        moments: dict[str, dict[str, LogicalTensor]] = {}
-        steps: dict[str, float] = {}
-        for key in dict.fromkeys(key for state in states.values() for key in state):
-            if key == "step":
-                for number in states:
-                    counts = [plain_values(root, rank["state"][number][key]) for rank in inner]
-                    self._check_counts(counts)
-                    steps.update(dict.fromkeys(names[number], float(counts[0])))
-                continue
-            vectors = [[rank["state"][number][key] for number in numbers] for rank in inner]
-            if all(isinstance(part, StoredTensor) for part in vectors[0]):
-                for name, tensor in self._tensors(trained, vectors, key).items():
-                    moments.setdefault(name, {})[key] = tensor
-        found = [
-            ParamGroup(
-                plain_values(root, {k: v for k, v in g.items() if k not in _NOT_SETTINGS}),
-                [name for number in g["params"] for name in names[number]],
-            )
-            for g in groups
-        ]
-        return OptimizerState(kind, moments, steps, found)
-
-    def _check_counts(self, counts: Sequence[float]) -> None:
-        for rank, count in enumerate(counts):
-            if count != counts[0]:
-                raise ValueError(
-                    f"{self.folder} holds an optimizer with {counts[0]:g} updates on rank 0 and "
-                    f"{count:g} on rank {rank}. Its files do not belong together: copy it again."
-                )
-
-    def _inner(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        inner = state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
-        if not isinstance(inner, dict):
-            raise ValueError(
-                f"{self.folder} was saved with elastic_checkpoint, which keeps no parameter "
-                "groups. Switch it off in the DeepSpeed config and save again."
-            )
-        return inner
-
-    def _tensors(
-        self, trained: Any, vectors: Sequence[Sequence[StoredTensor]], what: str
-    ) -> dict[str, LogicalTensor]:
-        """Return the tensors inside the vectors of all ranks, one vector a group."""
-        kinds = {part.dtype for rank in vectors for part in rank}
-        if len(kinds) > 1 or any(part.strides for rank in vectors for part in rank):
-            raise ValueError(f"{self.folder} holds {what} in {sorted(kinds)}. Use another one.")
-        dtype = kinds.pop() if kinds else "float32"
-        if self.stage == 3:
-            return self._dealt(trained, [FlatVector.of(rank) for rank in vectors], dtype, what)
-        paddings = self.optimizers[0].get("param_alignment_paddings")
-        found = {}
-        for index, (names, shapes) in enumerate(trained):
-            vector = FlatVector.of([rank[index] for rank in vectors])
-            begin = 0
-            for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-                count = math.prod(shape)
-                found[name] = LogicalTensor(name, shape, dtype, Slice(vector, begin, count))
-                begin += count + (paddings[index][place] if paddings is not None else 0)
-            # The end is padded to twice the number of ranks, or cut off again.
-            unit = 2 * self.world_size
-            if -(-begin // unit) != -(-vector.num_elements // unit):
-                raise self._left_over(what, begin, vector.num_elements, index)
-        return found
-
-    def _dealt(
-        self, trained: Any, vectors: Sequence[FlatVector], dtype: str, what: str
-    ) -> dict[str, LogicalTensor]:
-        found, begin, ranks = {}, 0, tuple(vectors)
-        for names, shapes in trained:
-            for name, shape in zip(names, shapes, strict=True):
-                count = math.prod(shape)
-                per_rank = -(-count // len(ranks))
-                stored = Dealt(ranks, begin, per_rank, count)
-                found[name] = LogicalTensor(name, shape, dtype, stored)
-                begin += per_rank
-        for rank, vector in enumerate(vectors):
-            if vector.num_elements != begin:
-                raise self._left_over(what, begin, vector.num_elements, rank)
-        return found
-
-    def _left_over(self, what: str, used: int, there: int, index: int) -> ValueError:
-        unit = "rank" if self.stage == 3 else "group"
-        return ValueError(
-            f"{self.folder} holds {there} elements of {what} in {unit} {index}, and its parameters "
-            f"take up {used}. Its files do not belong together: use another checkpoint."
-        )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 40 else f"{text[:40]}..."
-
-
 def _frozen(
-    run: _Run, tensors: Mapping[str, LogicalTensor], ties: dict[str, str]
+    run: ZeroRun, tensors: Mapping[str, LogicalTensor], ties: dict[str, str]
 ) -> dict[str, LogicalTensor]:
     """Return the parameters that no optimizer holds, and add the ties among them."""
     first = run.models[0]
@@ -364,7 +216,7 @@ def _frozen(
     return {name: described(name, tensor) for name, tensor in whole.items()}
 
 
-def _fragments(run: _Run, name: str, shape: tuple[int, ...]) -> LogicalTensor:
+def _fragments(run: ZeroRun, name: str, shape: tuple[int, ...]) -> LogicalTensor:
     count = math.prod(shape)
     parts = [model["frozen_param_fragments"][name] for model in run.models]
     per_rank = -(-count // len(parts))
