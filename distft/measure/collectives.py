@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from distft.formulas import ring_bytes, sum_ring_bytes
@@ -129,19 +130,13 @@ def _recording_mode(found: CollectiveRecords) -> TorchDispatchMode:
             return func(*args, **(kwargs or {}))
 
     def _record_of(func: Any, args: Any, keywords: Any) -> CollectiveRecord | None:
-        if not isinstance(func, torch._ops.OpOverload):
+        known = _known(func)
+        if known is None:
             return None
-        name = func._schema.name.partition("::")[2]
-        if func.namespace == "c10d" and name in _FULL_BUFFER:
-            op, position = _FULL_BUFFER[name]
-            return CollectiveRecord(op, _num_bytes(args[position]), _ranks(func, args, keywords))
-        if func.namespace in _FUNCTIONAL_NAMESPACES:
-            op = next((op for start, op in _FUNCTIONAL.items() if name.startswith(start)), "")
-            if op:
-                ranks = _ranks(func, args, keywords)
-                parts = len(ranks) if op == "all_gather" else 1
-                return CollectiveRecord(op, parts * _num_bytes(args[0]), ranks)
-        return None
+        op, position, brings_a_part = known
+        ranks = _ranks(func, args, keywords)
+        parts = len(ranks) if brings_a_part else 1
+        return CollectiveRecord(op, parts * _num_bytes(args[position]), ranks)
 
     def _num_bytes(value: Any) -> int:
         if isinstance(value, torch.Tensor):
@@ -149,6 +144,23 @@ def _recording_mode(found: CollectiveRecords) -> TorchDispatchMode:
         return sum(_num_bytes(item) for item in value)
 
     return Recorder()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _known(func: Any) -> tuple[str, int, bool] | None:
+    """Return of an operation of the dispatcher its op, and where its buffer is: see the tables.
+
+    Last whether the buffer is one rank's part of the full one. None for what is no collective.
+    """
+    schema = getattr(func, "_schema", None)
+    namespace, _, name = schema.name.partition("::") if schema is not None else ("", "", "")
+    if namespace == "c10d" and name in _FULL_BUFFER:
+        return (*_FULL_BUFFER[name], False)
+    if namespace in _FUNCTIONAL_NAMESPACES:
+        for start, op in _FUNCTIONAL.items():
+            if name.startswith(start):
+                return op, 0, op == "all_gather"
+    return None
 
 
 def _ranks(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, ...]:
