@@ -1,0 +1,213 @@
+"""One streaming copy: from pieces of logical tensors to ranges of new files, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from distft.checkpoint.shards import ITEM_BYTES, LogicalTensor
+from distft.checkpoint.stream import NUM_BUFFERS, OpenFiles, Stream
+
+# A file system moves 2 MiB at a time as fast as more, and the buffers stay in the cache.
+BUFFER_BYTES = 2 << 20
+# Less than this spends its time on calls.
+_SMALLEST_BUFFER = 1 << 16
+# Beyond two threads a local disk is not faster; a network file system is.
+_THREADS = max(1, min(4, os.cpu_count() or 1))
+# What one thread copies at a time, so that threads end together and files grow in order.
+_SEGMENT_BYTES = 64 << 20
+# What the interpreter and temporaries of a cast take beside the buffers, for each thread.
+_THREAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A range of a new file, and the elements that it is to hold.
+
+    Attributes:
+        file: File that exists already, relative to the target folder.
+        offset: Byte at which the range begins.
+        tensor: Where the elements come from.
+        dtype: What they are turned into.
+        start: First element of the flattened tensor.
+        count: Number of elements.
+    """
+
+    file: str
+    offset: int
+    tensor: LogicalTensor
+    dtype: str
+    start: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the range."""
+        return self.count * ITEM_BYTES[self.dtype]
+
+
+def whole(file: str, offset: int, tensor: LogicalTensor, dtype: str | None = None) -> Output:
+    """Return the output of a whole tensor, in its own dtype unless another is said.
+
+    Collective: none.
+    """
+    return Output(file, offset, tensor, dtype or tensor.dtype, 0, tensor.num_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much memory a copy may add: threads, and the bytes of one of their buffers."""
+
+    threads: int
+    buffer_bytes: int
+
+    @classmethod
+    def within(cls, max_ram: int, held: int = 0, what: str = "headers") -> Budget:
+        """Return the budget that fits.
+
+        Args:
+            max_ram: Bytes that may be added.
+            held: Bytes that are needed beside the buffers whatever their size.
+            what: What those are, for the error.
+
+        Raises:
+            ValueError: Not even the smallest fits; the message has the bytes that would.
+
+        Collective: none.
+        """
+        for threads in range(_THREADS, 0, -1):
+            room = (max_ram - held) // threads - _THREAD_BYTES
+            if room >= NUM_BUFFERS * (BUFFER_BYTES if threads > 1 else _SMALLEST_BUFFER):
+                return cls(threads, min(BUFFER_BYTES, room // NUM_BUFFERS) // 16 * 16)
+        least = held + _THREAD_BYTES + NUM_BUFFERS * _SMALLEST_BUFFER
+        raise ValueError(
+            f"max_ram is {max_ram} bytes, and {least} are needed: {held} for {what}, "
+            f"{least - held} for the smallest buffers. Allow {least} bytes or more."
+        )
+
+
+def copy_outputs(
+    root: Path,
+    folder: Path,
+    outputs: Sequence[Output],
+    budget: Budget,
+    advance: Callable[[int], None] = lambda _: None,
+    checksums: bool = False,
+) -> list[int]:
+    """Fill ranges of files, and return the CRC-32 of each in their order where asked for.
+
+    Each file is written once and from its beginning on, several threads a few segments apart.
+
+    Args:
+        root: Folder that the pieces' files are relative to.
+        folder: Folder that the outputs' files are relative to; they exist, headers written.
+        outputs: In the order of the files and of the bytes in them.
+        budget: Threads and buffers.
+        advance: Called with the number of bytes after each window, from any thread.
+        checksums: Whether to compute the CRC-32 of each output, which one thread then copies.
+
+    Raises:
+        ValueError: A tensor has a gap or a dtype that cannot be cast.
+        RuntimeError: A source file ends too early.
+        OSError: A file cannot be read or written, such as on a full disk.
+
+    Collective: none.
+    """
+    sums = [0] * len(outputs)
+    tasks = enumerate(outputs) if checksums else ((0, part) for part in _segments(outputs))
+    lock, stopped = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        with Stream(root, budget.buffer_bytes) as stream, OpenFiles(os.O_WRONLY) as files:
+            while not stopped.is_set():
+                with lock:
+                    number, task = next(tasks, (0, None))
+                if task is None:
+                    return
+                target, size = files.descriptor(folder / task.file), ITEM_BYTES[task.dtype]
+                windows = stream.windows(task.tensor, task.dtype, task.start, task.count)
+                for first, data in windows:
+                    _write(target, memoryview(data), task.offset + (first - task.start) * size)
+                    if checksums:
+                        sums[number] = zlib.crc32(data, sums[number])
+                    advance(len(data))
+                    if stopped.is_set():
+                        return
+
+    def work_or_stop() -> None:
+        try:
+            work()
+        except BaseException:
+            stopped.set()
+            raise
+
+    if budget.threads == 1:
+        work()
+        return sums
+    with ThreadPoolExecutor(budget.threads) as pool:
+        for done in [pool.submit(work_or_stop) for _ in range(budget.threads)]:
+            done.result()
+    return sums
+
+
+def _segments(outputs: Iterable[Output]) -> Iterator[Output]:
+    for output in outputs:
+        size = ITEM_BYTES[output.dtype]
+        step = _SEGMENT_BYTES // size
+        for low in range(0, output.count, step):
+            yield Output(
+                output.file,
+                output.offset + low * size,
+                output.tensor,
+                output.dtype,
+                output.start + low,
+                min(step, output.count - low),
+            )
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def make_files(folder: Path, sizes: Mapping[str, int], headers: Mapping[str, bytes]) -> None:
+    """Make new files of a size, with their first bytes.
+
+    Collective: none.
+    """
+    for name, size in sizes.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("xb") as opened:
+            opened.write(headers.get(name, b""))
+            opened.truncate(size)
+
+
+def check_disk(folder: Path, num_bytes: int) -> None:
+    """Refuse a write that does not fit on the disk, before its first byte.
+
+    Args:
+        folder: Folder to write to, or one to be made.
+        num_bytes: Bytes that will be written.
+
+    Raises:
+        ValueError: There is less room.
+
+    Collective: none.
+    """
+    above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    with suppress(FileNotFoundError):
+        free = shutil.disk_usage(above).free
+        if free < num_bytes:
+            raise ValueError(
+                f"{folder} needs {num_bytes} bytes, and its disk has {free} free. "
+                "Make room, or write to another disk."
+            )
