@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distft.checkpoint.adopt import Adoption as Adoption
     from distft.checkpoint.adopt import adopt as adopt
     from distft.checkpoint.consolidation import consolidate as consolidate
+    from distft.checkpoint.difference import diff as diff
     from distft.checkpoint.folder import latest as latest
     from distft.checkpoint.inspection import Inspection as Inspection
     from distft.checkpoint.inspection import inspect as inspect
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from distft.strategies.parallel import EP as EP
     from distft.strategies.parallel import TP as TP
     from distft.strategies.parallel import NDParallel as NDParallel
+    from distft.strategies.resharding import reshard as reshard
     from distft.strategies.sharded import FSDP2 as FSDP2
     from distft.strategies.sharded import HSDP as HSDP
     from distft.strategies.zero import ZeRO1 as ZeRO1
@@ -63,11 +65,13 @@ _HOMES = {
     "ZeRO3": "distft.strategies.zero",
     "adopt": "distft.checkpoint.adopt",
     "consolidate": "distft.checkpoint.consolidation",
+    "diff": "distft.checkpoint.difference",
     "init": "distft.process_group",
     "inspect": "distft.checkpoint.inspection",
     "latest": "distft.checkpoint.folder",
     "load_adapter": "distft.peft",
     "load_model": "distft.checkpoint.pretrained",
+    "reshard": "distft.strategies.resharding",
     "strategy": "distft.strategies.by_name",
     "unwrap": "distft.training.wrappers",
     "verify": "distft.checkpoint.verify",

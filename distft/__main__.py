@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -17,83 +19,144 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m distft", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    consolidate = commands.add_parser(
+    _add_consolidate(commands)
+    _add_reshard(commands)
+    _add_diff(commands)
+    _add_verify(commands)
+    _add_inspect(commands)
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (ValueError, RuntimeError, OSError) as error:
+        return _failed(options, error)
+    return code
+
+
+def _add_consolidate(commands: Any) -> None:
+    command = commands.add_parser(
         "consolidate",
         help="turn a checkpoint into safetensors that from_pretrained reads",
         epilog="example: python -m distft consolidate runs/7 model --dtype bfloat16",
     )
-    consolidate.add_argument("path", help="a checkpoint, or a run's root for its latest one")
-    consolidate.add_argument("out", help="folder to write the model to")
-    consolidate.add_argument("--dtype", help="dtype of the weights; default as trained")
-    consolidate.add_argument("--max-shard-size", default="5GB", help="largest file; default 5GB")
-    consolidate.add_argument(
+    command.add_argument("path", help="a checkpoint, or a run's root for its latest one")
+    command.add_argument("out", help="folder to write the model to")
+    command.add_argument("--dtype", help="dtype of the weights; default as trained")
+    command.add_argument("--max-shard-size", default="5GB", help="largest file; default 5GB")
+    command.add_argument(
         "--adapter",
         default="keep",
         choices=("keep", "merge", "only"),
         help="of a LoRA run: keep it beside the base, merge it, or write it only; default keep",
     )
-    consolidate.add_argument(
+    command.add_argument(
         "--exclude-frozen", action="store_true", help="leave out what was not trained"
     )
-    consolidate.add_argument("--json", action="store_true", help="print one JSON object")
-    consolidate.set_defaults(run=_consolidate)
-    _add_reports(commands)
-    options = parser.parse_args(arguments)
-    code: int = options.run(options)
-    return code
+    command.add_argument("--config", help="config.json of the model, or a folder with one")
+    _add_common(command)
+    command.set_defaults(run=_consolidate)
 
 
-def _add_reports(commands: Any) -> None:
-    """Add the commands that read a checkpoint and write nothing."""
-    verify = commands.add_parser(
+def _add_reshard(commands: Any) -> None:
+    command = commands.add_parser(
+        "reshard",
+        help="turn a checkpoint into one that a strategy resumes, optimizer included",
+        epilog="example: python -m distft reshard runs/7 runs/7-on-4 --strategy fsdp2 "
+        "--world-size 4",
+    )
+    command.add_argument("path", help="a checkpoint, or a run's root for its latest one")
+    command.add_argument("out", help="new folder")
+    command.add_argument("--strategy", required=True, help="name of the strategy that goes on")
+    command.add_argument("--world-size", type=int, required=True, help="ranks that go on")
+    _add_common(command)
+    command.set_defaults(run=_reshard)
+
+
+def _add_diff(commands: Any) -> None:
+    command = commands.add_parser(
+        "diff",
+        help="say what two checkpoints of any formats hold differently; exit code 1 if anything",
+        epilog="example: python -m distft diff runs/7 model",
+    )
+    command.add_argument("first", help="a checkpoint")
+    command.add_argument("second", help="another one")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_diff)
+
+
+def _add_verify(commands: Any) -> None:
+    command = commands.add_parser(
         "verify",
         help="say whether a checkpoint of any format is broken, consistent or proven",
         epilog="example: python -m distft verify runs/7 --require proven",
     )
-    verify.add_argument(
+    command.add_argument("path", help="a checkpoint, a run's root, or one file of weights")
+    command.add_argument(
         "--require",
         default="consistent",
         choices=("consistent", "proven"),
         help="exit with 1 below it; default consistent",
     )
-    verify.set_defaults(run=_verify)
-    inspect = commands.add_parser("inspect", help="say what a checkpoint of any format holds")
-    inspect.set_defaults(run=_inspect)
-    for command in (verify, inspect):
-        command.add_argument("path", help="a checkpoint, a run's root, or one file of weights")
-        command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_verify)
+
+
+def _add_inspect(commands: Any) -> None:
+    command = commands.add_parser("inspect", help="say what a checkpoint of any format holds")
+    command.add_argument("path", help="a checkpoint, a run's root, or one file of weights")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_inspect)
+
+
+def _add_common(command: Any) -> None:
+    command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _consolidate(options: argparse.Namespace) -> int:
     from distft.checkpoint.consolidation import consolidate
 
-    try:
+    with _progress() as advance:
         out = consolidate(
             options.path,
             options.out,
             options.dtype,
             options.max_shard_size,
+            options.max_ram,
             exclude_frozen=options.exclude_frozen,
             adapter=options.adapter,
+            config=options.config,
+            advance=advance,
         )
-    except (ValueError, RuntimeError, OSError) as error:
-        return _failed(options, error)
-    sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir()) if file.is_file()}
-    weights = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
-    if options.json:
-        print(json.dumps({"out": str(out), "weight_bytes": weights, "files": sizes}))
-    else:
-        print(f"Wrote {len(sizes)} files with {weights / 1e9:.3f} GB of weights to {out}")
-    return 0
+    return _wrote(options, out, "weights", ".safetensors")
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    from distft.strategies.resharding import reshard
+
+    with _progress() as advance:
+        out = reshard(
+            options.path,
+            options.out,
+            options.strategy,
+            options.world_size,
+            options.max_ram,
+            advance,
+        )
+    return _wrote(options, out, "state", ".distcp")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from distft.checkpoint.difference import diff
+
+    found = diff(options.first, options.second)
+    _report(options, found, same=found.same)
+    return 0 if found.same else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
     from distft.checkpoint.verify import verify
 
-    try:
-        found = verify(options.path, options.require)
-    except (ValueError, OSError) as error:
-        return _failed(options, error)
+    found = verify(options.path, options.require)
     _report(options, found, holds=found.holds)
     return 0 if found.holds else 1
 
@@ -101,11 +164,27 @@ def _verify(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from distft.checkpoint.inspection import inspect
 
-    try:
-        found = inspect(options.path)
-    except (ValueError, OSError) as error:
-        return _failed(options, error)
-    _report(options, found)
+    _report(options, inspect(options.path))
+    return 0
+
+
+def _wrote(options: argparse.Namespace, out: Path, what: str, suffix: str) -> int:
+    """Say what a folder holds now, and the highest memory of this process."""
+    from distft.checkpoint.memory import peak_bytes
+
+    sizes = {
+        file.relative_to(out).as_posix(): file.stat().st_size
+        for file in sorted(out.rglob("*"))
+        if file.is_file()
+    }
+    num_bytes = sum(size for name, size in sizes.items() if name.endswith(suffix))
+    peak = peak_bytes()
+    if options.json:
+        fields = {"out": str(out), "weight_bytes": num_bytes, "peak_bytes": peak, "files": sizes}
+        print(json.dumps(fields))
+    else:
+        held = "" if peak is None else f", with {peak / 1e6:.0f} MB of memory at most"
+        print(f"Wrote {len(sizes)} files with {num_bytes / 1e9:.3f} GB of {what} to {out}{held}")
     return 0
 
 
@@ -120,6 +199,31 @@ def _failed(options: argparse.Namespace, error: Exception) -> int:
         file=sys.stdout if options.json else sys.stderr,
     )
     return 1
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Show the bytes that were written, where somebody is watching."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    import threading
+
+    lock, done, shown = threading.Lock(), 0, 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done, shown
+        with lock:
+            done += num_bytes
+            # Every 64 MB is often enough for the eye.
+            if done - shown >= 64_000_000:
+                shown = done
+                print(f"\r{done / 1e9:.2f} GB written", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        print("\r" + " " * 24 + "\r", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -134,9 +134,9 @@ def copy_outputs(
                 target, size = files.descriptor(folder / task.file), ITEM_BYTES[task.dtype]
                 windows = stream.windows(task.tensor, task.dtype, task.start, task.count)
                 for first, data in windows:
-                    _write(target, memoryview(data), task.offset + (first - task.start) * size)
+                    _write(target, data.data, task.offset + (first - task.start) * size)
                     if checksums:
-                        sums[number] = zlib.crc32(data, sums[number])
+                        sums[number] = zlib.crc32(data.data, sums[number])
                     advance(len(data))
                     if stopped.is_set():
                         return

@@ -94,6 +94,19 @@ MIXTRAL = Layout(
     ((".block_sparse_moe.", ".mlp."),),
 )
 KNOWN = (AS_IT_IS, QWEN_MOE, MIXTRAL)
+# Layouts of classes for which transformers need not be asked; the tests ask it.
+PUBLISHED_AS = {
+    "Olmo2ForCausalLM": AS_IT_IS,
+    "OlmoeForCausalLM": QWEN_MOE,
+    "Qwen2MoeForCausalLM": QWEN_MOE,
+    "GptOssForCausalLM": AS_IT_IS,
+    "LlamaForCausalLM": AS_IT_IS,
+    "MistralForCausalLM": AS_IT_IS,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2ForCausalLM": AS_IT_IS,
+    "Qwen3ForCausalLM": AS_IT_IS,
+    "Qwen3MoeForCausalLM": QWEN_MOE,
+}
 
 
 def published_by(model: Any) -> list[tuple[Any, ...]]:

@@ -19,9 +19,13 @@ from distft.checkpoint.folder import (
 )
 from distft.checkpoint.groups import group_settings
 from distft.checkpoint.load_foreign import RunLoader, find_foreign, load_foreign
+from distft.checkpoint.mapped_run import mapped_run
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state, set_random_state
+from distft.checkpoint.readers import read_map
 from distft.checkpoint.save import optimizer_name
+from distft.checkpoint.whole_run import check_run
+from distft.checkpoint.writers.universal import LATEST
 from distft.kept import is_adapter
 from distft.process_group import group_size, rendezvous, together
 
@@ -89,13 +93,13 @@ def load_checkpoint(
     with together():
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-        _check_layout(strategy, manifest, folder)
-        _check_precision(strategy, manifest, folder)
+        native = _is_native(strategy, manifest, folder)
+        _check_precision(strategy, manifest, folder, native)
         _check_model(manifest, model, folder)
         _check_optimizer(manifest, optimizer, folder)
         small = _read_train_state(folder)
         settings = group_settings(small["groups"], optimizer, folder)
-        if manifest.layout == DEEPSPEED:
+        if native and manifest.layout == DEEPSPEED:
             _check_order(small["groups"], optimizer, folder)
         _check_target("scheduler", scheduler, small["scheduler"], folder)
         _check_target("data", data, small["data"][0], folder)
@@ -104,7 +108,11 @@ def load_checkpoint(
             # It may refuse, so it goes before the first tensor.
             data.load_state_dict(_data_state(small["data"], strategy, folder))
     with together():
-        strategy._read_state(folder / manifest.layout, manifest, small["scalars"], model, optimizer)
+        if native:
+            state = folder / manifest.layout
+            strategy._read_state(state, manifest, small["scalars"], model, optimizer)
+        else:
+            _place(strategy, folder, small, model, optimizer)
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
         if scheduler is not None:
@@ -122,30 +130,34 @@ def load_checkpoint(
     )
 
 
-def _check_layout(strategy: Loader, manifest: Manifest, folder: Path) -> None:
-    ranks = group_size("Strategy.load")
-    saved_by = f"{manifest.strategy['constructor']} on {manifest.world_size} ranks"
-    if manifest.layout != strategy.layout:
-        raise ValueError(
-            f"{folder} was saved by {saved_by} and cannot be loaded by {strategy!r} on {ranks} "
-            "ranks in this version. Load it with the strategy that saved it, or consolidate it "
-            "and start from the weights."
-        )
-    if manifest.layout == DEEPSPEED and (
-        manifest.strategy["name"] != strategy.name or manifest.world_size != ranks
-    ):
-        raise ValueError(
-            f"{folder} was saved by {saved_by}, and {strategy!r} runs on {ranks} ranks. In this "
-            "version a ZeRO checkpoint resumes on the same stage and number of ranks only: start "
-            f"{manifest.world_size} ranks, or consolidate it and start from the weights."
-        )
+def _is_native(strategy: Loader, manifest: Manifest, folder: Path) -> bool:
+    """Return whether the strategy's engine reads the files itself, as they were written."""
+    if manifest.layout != strategy.layout or (folder / manifest.layout / LATEST).is_file():
+        return False
+    return manifest.layout == DCP or (
+        manifest.strategy["name"] == strategy.name
+        and manifest.world_size == group_size("Strategy.load")
+    )
 
 
-def _check_precision(strategy: Loader, manifest: Manifest, folder: Path) -> None:
+def _place(
+    strategy: Loader,
+    folder: Path,
+    small: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+) -> None:
+    """Put a checkpoint of another layout in place, one tensor after another."""
+    with mapped_run(read_map(folder), small["groups"], small["scalars"]) as run:
+        check_run(run, model, optimizer)
+        strategy._place_run(model, optimizer, run)
+
+
+def _check_precision(strategy: Loader, manifest: Manifest, folder: Path, native: bool) -> None:
     """Raise where the load would round weights, or the engine would look for other files."""
     saved = manifest.strategy.get("precision", strategy.precision)
     same = saved == strategy.precision
-    if manifest.layout == DCP:
+    if manifest.layout == DCP or not native:
         same = (saved == "bf16") == (strategy.precision == "bf16")
     if not same:
         raise ValueError(
@@ -265,4 +277,6 @@ def _saved_random_state(strategy: Loader, manifest: Manifest, folder: Path) -> A
         return None
     # Ranks that read the same rows had the same state.
     rank = strategy.dp_rank * manifest.mesh.get("tp", 1)
-    return load_values(folder / "rng" / f"rank-{rank:05d}.pt")
+    file = folder / "rng" / f"rank-{rank:05d}.pt"
+    # A checkpoint that was resharded to other data ranks has none.
+    return load_values(file) if file.is_file() else None

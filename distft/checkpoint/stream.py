@@ -224,7 +224,7 @@ class Stream:
     def _read(self, file: str, offset: int, into: NDArray[np.uint8]) -> None:
         path = os.path.join(self._root, file)
         descriptor = self._files.descriptor(path)
-        part, done = memoryview(into), 0
+        part, done = into.data, 0
         while done < len(part):
             got = os.preadv(descriptor, [part[done:]], offset + done)
             if got == 0:

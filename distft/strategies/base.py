@@ -616,6 +616,34 @@ class Strategy(StrategyHooks):
                 consolidate(path, out, **options)
         return Path(out)
 
+    def reshard(
+        self, path: str | Path, out: str | Path, world_size: int | None = None, **options: Any
+    ) -> Path:
+        """Turn a checkpoint of any layout into one of this strategy's; see `distft.reshard`.
+
+        Rank 0 works and the others wait.
+
+        Args:
+            path: A checkpoint, or a run's root.
+            out: New folder.
+            world_size: Number of ranks that will go on; default those of this group.
+            options: As `distft.reshard`.
+
+        Raises:
+            ValueError: As `distft.reshard`.
+            RuntimeError: Not every rank called.
+
+        Collective: every rank.
+        """
+        from distft.checkpoint.resharding import Source, reshard_checkpoint
+
+        rendezvous("Strategy.reshard")
+        num_ranks = self.mesh(world_size).num_ranks
+        with together():
+            if group_rank() == 0:
+                reshard_checkpoint(Source.read(path), out, self, num_ranks, **options)
+        return Path(out)
+
     @contextmanager
     def _explained(self, call: str, model: nn.Module | None = None) -> Iterator[None]:
         with explained(self, call, model):

@@ -154,6 +154,19 @@ def load_and_step(strategy: Any, recipe: Recipe, path: Path, steps: int) -> dict
     }
 
 
+def load_by_deepspeed(strategy: Any, recipe: Recipe, folder: Path, steps: int) -> dict[str, Any]:
+    """Let DeepSpeed's own engine load a folder in its universal layout, and make some steps."""
+    model, optimizer = recipe.reseeded().apply(strategy)
+    model._config.load_universal_checkpoint = True
+    model.load_checkpoint(str(folder), load_lr_scheduler_states=False)
+    losses = [recipe.step(strategy, model, optimizer, 1 + step) for step in range(steps)]
+    return {
+        "losses": losses,
+        "weights": strategy.gather_weights(model),
+        "counts": _adam_counts(optimizer),
+    }
+
+
 def load_and_save(strategy: Any, recipe: Recipe, path: Path, out: Path) -> None:
     """Load into a model of another seed and save the same step again."""
     model, optimizer = recipe.reseeded().apply(strategy)

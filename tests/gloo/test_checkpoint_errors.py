@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import distft
-from distft import DDP, FSDP2, ZeRO1, ZeRO2, ZeRO3
+from distft import FSDP2, ZeRO3
 from distft.checkpoint.folder import MANIFEST, read_manifest
 from distft.testing import RanksFailed, WorkerPool, tiny_model
 from tests.gloo.checkpoint_jobs import (
@@ -115,12 +115,10 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_what_was_searched(pools, t
     paths = [tmp_path / name for name in ("never", "empty", "file", "published")]
     *texts, last = refused(pools, FSDP2(), [Call("load", path) for path in paths])
     assert f"{published} is a llama model for from_pretrained, and its optimizer is missing" in last
-    with pytest.raises(ValueError, match=r"No checkpoint at .*searched it for distft\.json"):
-        distft.consolidate(published, tmp_path / "out")
     for path, text in zip(paths[:3], texts, strict=True):
         assert f"No checkpoint at {path}: searched it for distft.json" in text
         assert "Pass a folder that Strategy.save returned" in text
-        with pytest.raises(ValueError, match=r"No checkpoint at .*searched it for distft\.json"):
+        with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.* Pass "):
             distft.consolidate(path, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["empty", "file", "published"]
 
@@ -178,7 +176,7 @@ def test_shards_with_other_bytes_of_the_same_size_are_refused_alike(pools, saved
     shard.write_bytes(bytes(shard.stat().st_size))
     [text] = refused_whatever_changed(pools, FSDP2(), [Call("load", path)])
     assert re.search(r"Reading .*damaged/dcp failed on rank \d", text)
-    with pytest.raises(ValueError, match=r"Reading .*damaged/dcp failed"):
+    with pytest.raises(ValueError, match=r"damaged/dcp/__1_0\.distcp"):
         distft.consolidate(path, tmp_path / "out")
     assert os.listdir(tmp_path) == ["damaged"]
 
@@ -234,27 +232,6 @@ def test_groups_that_were_saved_with_other_settings_are_not_merged(pools, saved)
         refused(pools, FSDP2(), [Call("load", path)]),
         r"Group 0 of this run has 21 parameters that .* saved with different settings, such as "
         r".*embed_tokens\.weight and .*layernorm\.weight\. Use the 2 groups of the saved run",
-    )
-
-
-def test_zero_refuses_another_stage_and_another_number_of_ranks(pools, saved):
-    path = saved(ZeRO3())
-    for strategy, ranks in ((ZeRO2(), 2), (ZeRO1(), 2), (ZeRO3(), 3)):
-        check(
-            refused(pools, strategy, [Call("load", path)], ranks=ranks),
-            rf"was saved by ZeRO3\(\) on 2 ranks, and {re.escape(repr(strategy))} runs on {ranks} "
-            r"ranks\..*start 2 ranks, or consolidate it",
-        )
-
-
-@pytest.mark.parametrize(
-    ("saver", "loader"), [(ZeRO3(), FSDP2()), (FSDP2(), ZeRO3()), (DDP(), ZeRO1())], ids=str
-)
-def test_the_way_between_zero_and_the_others_is_named(pools, saved, saver, loader):
-    check(
-        refused(pools, loader, [Call("load", saved(saver))]),
-        rf"was saved by {re.escape(repr(saver))} on 2 ranks and cannot be loaded by "
-        rf"{re.escape(repr(loader))} on 2 ranks in this version\..*consolidate it",
     )
 
 
@@ -419,7 +396,7 @@ def test_a_planted_pickle_runs_nothing_and_is_named(pools, saved, tmp_path, stra
     for (path, name), text in zip(planted, texts, strict=True):
         assert text.startswith(str(path / name)), text
         assert re.search(r"asks to load posix\.mkdir|is not a whole file", text), text
-        if name.startswith(f"{STATE[strategy]}/"):
+        if name.startswith(f"{STATE[strategy]}/") or name == "state.pt":
             with pytest.raises(ValueError, match=re.escape(str(path / name))):
                 distft.consolidate(path, tmp_path / "out")
         else:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from distft.checkpoint.layouts import AS_IT_IS, MIXTRAL, QWEN_MOE, layout_of
+from distft.checkpoint.layouts import AS_IT_IS, MIXTRAL, PUBLISHED_AS, QWEN_MOE, layout_of
 from distft.checkpoint.safetensors_reader import BUFFER_BYTES, Reader, list_tensors
 from distft.checkpoint.skeleton import build
 from distft.testing import tiny_model
@@ -31,6 +31,18 @@ def test_the_layout_is_the_one_that_transformers_publishes(name, layout):
 def test_mixtral_has_its_own_layout():
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL))
     assert layout_of(model) == MIXTRAL
+
+
+@pytest.mark.parametrize("name", PUBLISHED_AS)
+def test_classes_that_are_published_without_asking_transformers_are_as_it_says(name):
+    cls = getattr(transformers, name)
+    config = cls.config_class(**SMALL, layer_types=["full_attention"])
+    with torch.device("meta"):
+        model = cls(config)
+    assert layout_of(model) == PUBLISHED_AS[name]
+    # What a config does not say is not tied.
+    assert not cls.config_class().tie_word_embeddings
+    assert not model._keys_to_ignore_on_save
 
 
 def test_a_conversion_that_is_not_in_the_table_is_unknown():

@@ -16,6 +16,7 @@ from typing import Any
 from distft.checkpoint.readers.flat import Dealt, FlatVector
 from distft.checkpoint.readers.state_dict import described, tie
 from distft.checkpoint.readers.torch_zip import plain_values, read_torch_file
+from distft.checkpoint.readers.universal import is_universal, read_universal
 from distft.checkpoint.readers.unpickle import StandIn, StoredTensor
 from distft.checkpoint.readers.zero_run import ZeroRun
 from distft.checkpoint.shards import LogicalTensor, Piece, ShardMap
@@ -59,6 +60,8 @@ def read_deepspeed(root: Path, folder: Path, kind: str = "") -> ShardMap:
 
     Collective: none.
     """
+    if is_universal(folder):
+        return read_universal(root, folder, kind)
     files = _Files.find(root, folder)
     models = [read_torch_file(root, name) for name in files.models]
     for name, model in zip(files.models, models, strict=True):

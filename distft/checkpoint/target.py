@@ -1,0 +1,61 @@
+"""A folder that is written beside its place and appears there when it is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Where tempfile makes folders for the owner alone, the umask decides here.
+_OPEN = 0o777
+
+
+def check_target(out: Path, source: Path, what: str = "the checkpoint") -> None:
+    """Refuse a folder to write to that is a file, or that lies in what is read.
+
+    Raises:
+        ValueError: It is one of these.
+
+    Collective: none.
+    """
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise ValueError(f"{out} lies inside {what} {source}. Choose a folder outside it.")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file. Choose a folder to write to.")
+
+
+@contextmanager
+def written_whole(
+    out: Path, is_last: Callable[[Path], bool], stale: Callable[[Path], list[Path]]
+) -> Iterator[Path]:
+    """Give a temporary folder whose members move to ``out`` at the end, if nothing was raised.
+
+    A new ``out`` appears by one rename. In one that exists other files stay; what an earlier
+    write left goes first and what names the new files comes last, so that a reader who comes in
+    between finds no model rather than half of two.
+
+    Args:
+        out: Where it appears.
+        is_last: Whether a member of the folder is moved last.
+        stale: Of an existing ``out``, the files and folders that go.
+
+    Collective: none.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        made = Path(temporary, "made")
+        made.mkdir(mode=_OPEN)
+        yield made
+        if not out.exists():
+            os.rename(made, out)
+            return
+        for old in stale(out):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for source in sorted(made.iterdir(), key=is_last):
+            target = out / source.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(source, target)

@@ -1,0 +1,1 @@
+"""Writers: from logical tensors to files that other tools read."""

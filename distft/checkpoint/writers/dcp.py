@@ -1,0 +1,123 @@
+"""torch's distributed checkpoint format, written without torch; its own loader reads it.
+
+Every item of a ``.distcp`` file is an archive of one tensor, and ``.metadata`` says where each
+chunk of which tensor lies. Source: ``torch/distributed/checkpoint/metadata.py`` and
+``filesystem.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distft.checkpoint.shards import LogicalTensor
+from distft.checkpoint.writers.pickled import Call, Global, Pairs, Pickled, Stored, size_of
+from distft.checkpoint.writers.torch_zip import Archives
+
+METADATA = ".metadata"
+_VERSION = "1.0.0"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_CONTIGUOUS = Call(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+
+
+@dataclass(frozen=True)
+class DcpFolder:
+    """What is to be written: the archives of all chunks, and the metadata."""
+
+    archives: Archives
+    metadata: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return self.archives.num_bytes + len(self.metadata)
+
+    def write(
+        self,
+        root: Path,
+        folder: Path,
+        max_ram: int,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Write the files into a folder; see `Archives.write`.
+
+        Collective: none.
+        """
+        self.archives.write(root, folder, max_ram, advance)
+        (folder / METADATA).write_bytes(self.metadata)
+
+
+def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> DcpFolder:
+    """Return a folder that holds tensors under names, rows dealt out to files.
+
+    File ``i`` of ``n`` gets rows ``i * ceil(R / n)`` to ``(i + 1) * ceil(R / n)`` of ``R``, as
+    ``torch.chunk`` deals them to ranks; no mesh is written down, and any can read it.
+
+    Args:
+        items: Tensors by name; one whose bytes are known is a `Stored`.
+        num_files: Number of files.
+
+    Raises:
+        ValueError: There is a tensor of a dtype that torch has no storage for.
+
+    Collective: none.
+    """
+    archives, described, places = Archives(), dict[str, Any](), list[tuple[Any, Any]]()
+    for name, item in items.items():
+        chunks: list[Any] = []
+        for number, start, shape in _rows(item.shape, num_files):
+            if isinstance(item, Stored):
+                stored = item
+            else:
+                first = start[0] * math.prod(shape[1:]) if start else 0
+                stored = Stored(item.dtype, shape, item, first)
+            file = f"__{number}_0.distcp"
+            begin, length = archives.add(file, stored)
+            index = {"fqn": name, "offset": size_of(start), "index": len(chunks)}
+            chunks.append(
+                _made("ChunkStorageMetadata", {"offsets": size_of(start), "sizes": size_of(shape)})
+            )
+            place = {"relative_path": file, "offset": begin, "length": length}
+            info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+            places.append((_made("MetadataIndex", index), Call(info, (), place, new=True)))
+        state = (Global("torch", item.dtype), _STRIDED, False, _CONTIGUOUS, False)
+        described[name] = _made(
+            "TensorStorageMetadata",
+            {
+                "properties": _made("TensorProperties", state),
+                "size": size_of(item.shape),
+                "chunks": chunks,
+            },
+        )
+    metadata = _made(
+        "Metadata",
+        {
+            "state_dict_metadata": described,
+            "planner_data": {name: (name,) for name in items},
+            "storage_data": Pairs(places),
+            "version": _VERSION,
+        },
+    )
+    return DcpFolder(archives, Pickled(metadata).data)
+
+
+def _made(name: str, state: Any) -> Call:
+    return Call(Global(_METADATA_MODULE, name), (), state, new=True)
+
+
+def _rows(
+    shape: tuple[int, ...], num_files: int
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Return file number, first index and shape of each chunk that has elements."""
+    if not shape or 0 in shape:
+        return [(0, (0,) * len(shape), shape)]
+    rows = -(-shape[0] // num_files)
+    rest = (0,) * (len(shape) - 1)
+    return [
+        (number, (low, *rest), (min(rows, shape[0] - low), *shape[1:]))
+        for number, low in enumerate(range(0, shape[0], rows))
+    ]

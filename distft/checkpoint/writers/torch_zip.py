@@ -1,0 +1,205 @@
+"""Archives that ``torch.load`` reads, written without torch, tensors streamed into their places.
+
+An archive is a zip of uncompressed entries: ``data.pkl``, the storages ``data/0``, ``data/1``, ...
+and a few words about the format. Source: PKWARE's APPNOTE 6.3.10, 4.3 (layout) and 4.5.3 (sizes of
+64 bits); ``caffe2/serialize/inline_container.cc`` of torch (names, and data on multiples of 64).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distft.checkpoint.copy import Budget, Output, check_disk, copy_outputs
+from distft.checkpoint.shards import ITEM_BYTES
+from distft.checkpoint.writers.pickled import Pickled, Stored
+
+_ALIGNMENT = 64
+_BIG, _MANY = 0xFFFFFFFF, 0xFFFF
+# Where the CRC stands in the header of an entry and in its line of the directory.
+_CRC_IN_HEADER, _CRC_IN_DIRECTORY = 14, 16
+# Two bytes that mark a field of padding, as torch writes it.
+_PADDING = 0x4246
+
+
+@dataclass(frozen=True)
+class Archives:
+    """Archives in files of one folder: their fixed bytes, and the ranges that are streamed.
+
+    Attributes:
+        fixed: File, offset and bytes of all that is known beforehand.
+        outputs: The storages.
+        crc_places: For each output the two offsets in its file at which its CRC-32 is written.
+        sizes: Bytes of each file so far.
+    """
+
+    fixed: list[tuple[str, int, bytes]] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    crc_places: list[tuple[int, int]] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, file: str, value: Any, root: str = "archive") -> tuple[int, int]:
+        """Append an archive of one value to a file; return where it begins and its length.
+
+        Args:
+            file: File, relative to the folder.
+            value: What `Pickled` takes.
+            root: Name that all entries begin with.
+
+        Collective: none.
+        """
+        begin = self.sizes.get(file, 0)
+        pickled = Pickled(value)
+        entries: list[tuple[str, bytes | Stored]] = [("data.pkl", pickled.data)]
+        entries += [("byteorder", b"little")]
+        entries += [(f"data/{number}", stored) for number, stored in enumerate(pickled.stored)]
+        entries += [("version", b"3\n")]
+        at, directory = begin, bytearray()
+        waiting: list[tuple[int, int]] = []
+        for name, content in entries:
+            header, data_at, line = _entry(f"{root}/{name}".encode(), content, at - begin)
+            self.fixed.append((file, at, header))
+            data = content if isinstance(content, bytes) else content.content
+            if isinstance(data, bytes):
+                self.fixed.append((file, begin + data_at, data))
+            else:
+                assert isinstance(content, Stored)
+                count = _num_elements(content)
+                self.outputs.append(
+                    Output(file, begin + data_at, data, content.dtype, content.start, count)
+                )
+                waiting.append((at + _CRC_IN_HEADER, len(directory) + _CRC_IN_DIRECTORY))
+            at = begin + data_at + _num_bytes(content)
+            directory += line
+        self.crc_places.extend((header, at + line) for header, line in waiting)
+        end = _end(at - begin, len(directory), len(entries))
+        self.fixed.append((file, at, bytes(directory) + end))
+        self.sizes[file] = at + len(directory) + len(end)
+        return begin, self.sizes[file] - begin
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values())
+
+    def write(
+        self,
+        root: Path,
+        folder: Path,
+        max_ram: int,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Write the files into a folder.
+
+        Args:
+            root: Folder that the pieces' files are relative to.
+            folder: An existing folder without these files.
+            max_ram: Bytes of memory that may be added.
+            advance: Called with the number of bytes after each window.
+
+        Raises:
+            ValueError: The memory or the disk is too small, or a tensor has a gap.
+            RuntimeError: A source file ends too early.
+            OSError: A file cannot be read or written.
+
+        Collective: none.
+        """
+        budget = Budget.within(max_ram, sum(len(data) for *_, data in self.fixed))
+        check_disk(folder, self.num_bytes)
+        for name, size in self.sizes.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as opened:
+                opened.truncate(size)
+        _write_all(folder, self.fixed)
+        sums = copy_outputs(root, folder, self.outputs, budget, advance, checksums=True)
+        _write_all(
+            folder,
+            (
+                (output.file, place, struct.pack("<I", crc))
+                for output, crc, places in zip(self.outputs, sums, self.crc_places, strict=True)
+                for place in places
+            ),
+        )
+
+
+def _write_all(folder: Path, parts: Iterable[tuple[str, int, bytes]]) -> None:
+    """Write bytes into existing files, one file open at a time."""
+    name, descriptor = "", -1
+    try:
+        for file, offset, data in parts:
+            if file != name:
+                if descriptor >= 0:
+                    os.close(descriptor)
+                name, descriptor = file, os.open(folder / file, os.O_WRONLY)
+            os.pwrite(descriptor, data, offset)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _num_elements(stored: Stored) -> int:
+    count = 1
+    for size in stored.shape:
+        count *= size
+    return count
+
+
+def _num_bytes(content: bytes | Stored) -> int:
+    if isinstance(content, bytes):
+        return len(content)
+    return _num_elements(content) * ITEM_BYTES[content.dtype]
+
+
+def _entry(name: bytes, content: bytes | Stored, at: int) -> tuple[bytes, int, bytes]:
+    """Return the header of an entry, where its data begins, and its line of the directory."""
+    size = _num_bytes(content)
+    fixed = content if isinstance(content, bytes) else content.content
+    crc = zlib.crc32(fixed) if isinstance(fixed, bytes) else 0
+    extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
+    padding = -(at + 30 + len(name) + len(extra) + 4) % _ALIGNMENT
+    extra += struct.pack("<HH", _PADDING, padding) + b"Z" * padding
+    short, version = min(size, _BIG), 45 if size >= _BIG else 20
+    head = (version, 0, 0, 0, 0, crc, short, short, len(name))
+    header = struct.pack("<IHHHHHIIIHH", 0x04034B50, *head, len(extra)) + name + extra
+    wide = (struct.pack("<QQ", size, size) if size >= _BIG else b"") + (
+        struct.pack("<Q", at) if at >= _BIG else b""
+    )
+    if wide:
+        wide = struct.pack("<HH", 1, len(wide)) + wide
+    line = struct.pack(
+        "<IHHHHHHIIIHHHHHII",
+        0x02014B50,
+        45,
+        45 if wide else 20,
+        *head[1:],
+        len(wide),
+        0,
+        0,
+        0,
+        0,
+        min(at, _BIG),
+    )
+    return header, at + len(header), line + name + wide
+
+
+def _end(at: int, length: int, count: int) -> bytes:
+    """Return the end of a directory that begins at a byte, with 64 bits where it needs them."""
+    wide = b""
+    if at >= _BIG or count >= _MANY:
+        wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, length, at)
+        wide += struct.pack("<IIQI", 0x07064B50, 0, at + length, 1)
+    few = min(count, _MANY)
+    return wide + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, length, min(at, _BIG), 0)
+
+
+def stored_scalars(values: Sequence[float]) -> Stored:
+    """Return an fp32 tensor of no dim with a number.
+
+    Collective: none.
+    """
+    return Stored("float32", (), struct.pack("<f", *values))

@@ -1,0 +1,89 @@
+"""A checkpoint goes on under any strategy, on any number of ranks, read in place or resharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import distft
+from distft import DDP, FSDP2, HSDP, TP, ZeRO1, ZeRO2, ZeRO3
+from tests.gloo.checkpoint_jobs import (
+    Recipe,
+    load_and_save,
+    load_and_step,
+    load_by_deepspeed,
+    train_and_save,
+    train_on,
+)
+
+STEPS = 3
+# Every kind of source and every kind of target, and back.
+CHAIN = [(ZeRO3(), 3), (FSDP2(), 4), (TP(tp=2), 2), (ZeRO2(), 2), (DDP(), 1)]
+PAIRS = [
+    ((ZeRO1(), 2), (ZeRO3(), 3)),
+    ((ZeRO2(), 3), (ZeRO2(), 2)),
+    ((DDP(), 2), (ZeRO1(), 3)),
+    ((HSDP(dp_replicate=2), 4), (ZeRO3(), 2)),
+]
+
+
+def assert_goes_on(found, expected):
+    """Compare the steps after a load with those of the run that never stopped."""
+    torch.testing.assert_close(
+        torch.tensor(found["losses"]), torch.tensor(expected["losses"][1:]), rtol=1e-6, atol=0
+    )
+    assert found["counts"] == {1.0 + STEPS}
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def never_stopped(pools):
+    """Return what one process has after all steps, by the number of groups."""
+    return {
+        two: pools(1).run(train_on, DDP(), Recipe(two_groups=two), 1 + STEPS)[0]
+        for two in (False, True)
+    }
+
+
+def test_a_run_goes_from_strategy_to_strategy_and_nothing_changes(pools, never_stopped, tmp_path):
+    recipe = Recipe(two_groups=True)
+    (first, ranks), *others = CHAIN
+    live = pools(ranks).run(train_and_save, first, recipe, tmp_path / "0", 1)[0]["weights"]
+    for number, (strategy, ranks) in enumerate(others):
+        pools(ranks).run(
+            load_and_save, strategy, recipe, tmp_path / str(number), tmp_path / str(number + 1)
+        )
+        # Of every tensor, moment, counter and setting.
+        found = distft.diff(tmp_path / str(number), tmp_path / str(number + 1))
+        assert found.same, str(found)
+        assert found.num_equal == 3 * len(live)
+    found = pools(1).run(load_and_step, DDP(), recipe, tmp_path / str(len(others)), STEPS)[0]
+    assert_goes_on(found, never_stopped[True])
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_any_checkpoint_goes_on_under_any_strategy(pools, never_stopped, tmp_path, source, target):
+    pools(source[1]).run(train_and_save, source[0], Recipe(), tmp_path / "saved", 1)
+    found = pools(target[1]).run(load_and_step, target[0], Recipe(), tmp_path / "saved", STEPS)[0]
+    assert_goes_on(found, never_stopped[False])
+
+
+def test_a_resharded_run_goes_on(pools, never_stopped, tmp_path):
+    recipe = Recipe(two_groups=True)
+    pools(3).run(train_and_save, ZeRO3(), recipe, tmp_path / "saved", 1)
+    for strategy, ranks in ((FSDP2(), 4), (ZeRO2(), 2)):
+        out = distft.reshard(tmp_path / "saved", tmp_path / strategy.name, strategy, ranks)
+        assert distft.diff(tmp_path / "saved", out).same
+        found = pools(ranks).run(load_and_step, strategy, recipe, out, STEPS)[0]
+        assert_goes_on(found, never_stopped[True])
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(ZeRO2(), 2), (ZeRO3(), 3)], ids=str)
+def test_deepspeeds_own_engine_resumes_a_resharded_run(
+    pools, never_stopped, tmp_path, strategy, ranks
+):
+    pools(2).run(train_and_save, FSDP2(), Recipe(), tmp_path / "saved", 1)
+    out = distft.reshard(tmp_path / "saved", tmp_path / "out", strategy, ranks)
+    found = pools(ranks).run(load_by_deepspeed, strategy, Recipe(), out / "deepspeed", STEPS)[0]
+    assert_goes_on(found, never_stopped[False])
