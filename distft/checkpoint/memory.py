@@ -1,4 +1,4 @@
-"""A budget of memory for work on files: said, checked at the start, and measured."""
+"""Sizes as people write them, and the memory that a process has taken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*")
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# Where Linux says it.
+_STATUS = Path("/proc/self/status")
 
 
 def parse_bytes(name: str, size: str | int) -> int:
@@ -35,40 +36,12 @@ def parse_bytes(name: str, size: str | int) -> int:
     return number
 
 
-class Peak:
-    """Measures the resident bytes that work adds to this process, on Linux."""
-
-    def __init__(self) -> None:
-        self.before = _resident("VmRSS")
-        try:
-            # The kernel starts anew with the highest value.
-            _RESET.write_text("5")
-        except OSError:
-            self.before = 0
-
-    def added_bytes(self) -> int | None:
-        """Return the most bytes held beyond those at the start, or None where it is not known.
-
-        Where the kernel does not reset its mark, it is the peak of the whole process.
-
-        Collective: none.
-        """
-        highest = _resident("VmHWM")
-        return max(0, highest - self.before) if highest else None
-
-
 def peak_bytes() -> int | None:
     """Return the highest resident bytes of this process, or None where it is not known.
 
     Collective: none.
     """
-    return _resident("VmHWM") or None
-
-
-def _resident(field: str) -> int:
     if not _STATUS.is_file():
-        return 0
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
