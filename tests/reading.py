@@ -1,11 +1,14 @@
-"""Whole tensors of a shard map, put together byte by byte."""
+"""Whole tensors: of a shard map byte by byte, of a folder of torch's by torch itself."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
+from distft.checkpoint.dcp import read_shapes
 from distft.checkpoint.shards import LogicalTensor
 
 
@@ -21,3 +24,17 @@ def values(root: Path, tensor: LogicalTensor) -> torch.Tensor:
     dtype = getattr(torch, tensor.dtype)
     made = torch.frombuffer(whole, dtype=dtype) if whole else torch.empty(0, dtype=dtype)
     return made.reshape(tensor.shape)
+
+
+def read_by_torch(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a distributed checkpoint whose names begin with a prefix."""
+    found = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in read_shapes(folder).items()
+        if name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        # One process is what is wanted; torch warns that it is so.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,30 +146,6 @@ def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
         name: (tuple(item.size), item.properties.dtype)  # type: ignore[union-attr]
         for name, item in items.items()
     }
-
-
-def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return whole tensors by name, read in this process alone.
-
-    Raises:
-        ValueError: The metadata is unusable, or a name is not there.
-
-    Collective: none.
-    """
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    shapes = read_shapes(folder)
-    _check_present(names, shapes, folder)
-    found: dict[str, Any] = {
-        name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names
-    }
-    with warnings.catch_warnings():
-        # One process is what is wanted; torch warns that it is so.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        with _plain_errors(ValueError, f"Reading {folder} failed"):
-            dcp.load(found, storage_reader=safe_reader(folder), no_dist=True)
-    return found
 
 
 def _check_present(names: Sequence[str], shapes: Mapping[str, Any], folder: Path) -> None:

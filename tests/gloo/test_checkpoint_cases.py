@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import distft
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
-from distft.checkpoint.dcp import OPTIMIZER, read_shapes, read_tensors, safe_reader
+from distft.checkpoint.dcp import OPTIMIZER, safe_reader
 from tests.gloo.checkpoint_jobs import (
     LARGE,
     ODD_SIZES,
@@ -26,6 +26,7 @@ from tests.gloo.checkpoint_jobs import (
     train_and_save,
     train_on,
 )
+from tests.reading import read_by_torch
 
 SIX = [
     (DDP(), 2),
@@ -286,8 +287,7 @@ def stored_bytes(path: Path) -> int:
 
 
 def moments(path: Path) -> dict[str, torch.Tensor]:
-    names = [name for name in read_shapes(path / "dcp") if name.startswith(f"{OPTIMIZER}.")]
-    return read_tensors(path / "dcp", names)
+    return read_by_torch(path / "dcp", f"{OPTIMIZER}.")
 
 
 def test_hsdp_saves_one_copy_and_goes_on_as_fsdp2_and_back(pools, tmp_path):

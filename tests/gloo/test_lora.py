@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import distft
 from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
-from distft.checkpoint.dcp import OPTIMIZER, read_shapes, read_tensors
+from distft.checkpoint.dcp import OPTIMIZER
 from distft.peft import attach_adapters, load_adapter
 from distft.spec import Workload
 from distft.testing import tiny_model
@@ -33,6 +33,7 @@ from tests.gloo.lora_jobs import (
     save_without_network,
     train_and_save,
 )
+from tests.reading import read_by_torch
 
 # PEFT reads a property by a name that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -243,8 +244,7 @@ def test_an_adapter_with_a_resized_vocabulary_goes_onto_the_untouched_base(
 
 
 def adapter_moments(path: Path) -> dict[str, torch.Tensor]:
-    names = [name for name in read_shapes(path / "dcp") if name.startswith(f"{OPTIMIZER}.")]
-    return read_tensors(path / "dcp", names)
+    return read_by_torch(path / "dcp", f"{OPTIMIZER}.")
 
 
 @pytest.mark.parametrize("strategy", [DDP(), FSDP2()], ids=str)
