@@ -29,7 +29,7 @@ from distft.checkpoint.readers import read_map
 from distft.checkpoint.shards import LogicalTensor, Piece
 from distft.checkpoint.stream import Stream
 from distft.checkpoint.writers.dcp import plan_dcp
-from distft.checkpoint.writers.pickled import Stored, ordered
+from distft.checkpoint.writers.pickled import Stored, ordered, size_of
 from distft.checkpoint.writers.torch_zip import Archives
 
 RANKS = 2
@@ -174,7 +174,7 @@ def _model_state(tensors: Mapping[str, LogicalTensor]) -> dict[str, object]:
     return {
         "module": ordered(),
         "buffer_names": [],
-        "param_shapes": [ordered({name: tensor.shape for name, tensor in tensors.items()})],
+        "param_shapes": [ordered({n: size_of(tensor.shape) for n, tensor in tensors.items()})],
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
         "shared_params": {},

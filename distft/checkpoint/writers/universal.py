@@ -14,7 +14,7 @@ from typing import Any
 
 from distft.checkpoint.readers.universal import OPTIMIZER_FILE, ZERO
 from distft.checkpoint.shards import ParamGroup, ShardMap
-from distft.checkpoint.writers.pickled import Stored, ordered
+from distft.checkpoint.writers.pickled import Stored, ordered, size_of
 from distft.checkpoint.writers.torch_zip import Archives
 
 TAG = "state"
@@ -93,7 +93,8 @@ def _model_state(
         },
         "buffer_names": sorted(found.buffers),
         "param_shapes": [
-            ordered({name: found.tensors[name].shape for name in group.names}) for group in groups
+            ordered({name: size_of(found.tensors[name].shape) for name in group.names})
+            for group in groups
         ],
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
