@@ -11,6 +11,7 @@ from distft.formulas.native import bytes_of_tensor
 from distft.formulas.split_rules import (
     DISPATCH,
     NORM,
+    SHARED_EXPERTS,
     Named,
     Rules,
     is_spread,
@@ -104,7 +105,7 @@ class Split:
             numel = sum(tensor.numel for tensor in own if tensor.trainable)
             yield Sent("all_reduce", "tp", numel * element, "gradients of norms", True, block)
             return
-        if style == "moe_tp_experts":
+        if style == SHARED_EXPERTS:
             yield Sent("all_reduce", "tp", row * _hidden(own), "activations", False, block)
             yield from self._sums_of_gradients("tp", work, own)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,8 @@ Rules = Mapping[str, str]
 
 # What sends tokens to their experts, and a norm over heads of which each rank has some.
 DISPATCH, NORM = "ep_dispatch_experts", "replicated_with_grad_allreduce"
+# Experts of which each rank has a part of every one.
+SHARED_EXPERTS = "moe_tp_experts"
 # Gate and up, say: each of two parts is split in itself.
 PACKED = ("packed_colwise", "packed_rowwise")
 # What is spread over `ep`: experts, and of an adapter on them the columns of B, in strides.
@@ -44,7 +46,7 @@ TENSOR_RULES: Rules = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "model.layers.*.mlp.experts.down_proj": "rowwise",
-    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.experts": SHARED_EXPERTS,
     "lm_head": "colwise_gather_output",
 }
 EXPERT_RULES: Rules = {
@@ -118,6 +120,31 @@ def style_of(name: str, rules: Rules) -> str | None:
     if style == DISPATCH:
         return "grouped_gemm" if side == "A" else "expert_columns"
     return style if style in (COLUMNS if side == "A" else ROWS) else None
+
+
+def check_counted(names: Iterable[str], rules: Rules) -> None:
+    """Raise where the costs of an adapter are not counted: on experts that are split over `tp`.
+
+    Its factors lie with the weight that they adapt, and their names do not say which one it is.
+
+    Raises:
+        ValueError: How many there are, and what to do.
+
+    Collective: none.
+
+    >>> check_counted(["model.layers.0.mlp.experts.lora_A.default.weight"], {})
+    """
+    found = []
+    for name in names:
+        factor = _FACTOR.fullmatch(generic_name(plain_name(name)))
+        if factor is not None and rules.get(factor.group(1)) == SHARED_EXPERTS:
+            found.append(name)
+    if found:
+        raise ValueError(
+            f"memory() and traffic() do not count {len(found)} factors of adapters on experts that "
+            f"are split over tp, such as {found[0]}. Spread the experts with ep, or measure with "
+            "distft.measure."
+        )
 
 
 def module_style(path: str, rules: Rules) -> str | None:

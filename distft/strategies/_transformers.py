@@ -22,8 +22,6 @@ Plan = dict[str, str]
 
 EXPERTS = "grouped_gemm"
 EXPERT_STYLES = (DISPATCH, EXPERTS)
-# Experts of which each rank has a part of every one.
-SHARED_EXPERTS = "moe_tp_experts"
 # Between layers of these two styles activations are split.
 HALVES = ("colwise", "rowwise")
 

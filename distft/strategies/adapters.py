@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distft.formulas.split_rules import SHARED_EXPERTS
 from distft.mesh import Mesh
 from distft.peft import PREFIX, adapter_names, attach_adapters, base_model, is_peft
 from distft.process_group import base_seed
 from distft.strategies._transformers import (
     EXPERT_STYLES,
-    SHARED_EXPERTS,
     fit_forward,
     split_factor,
     split_parameter,

@@ -25,6 +25,7 @@ from distft.formulas import (
     sharded_memory,
     sharded_traffic,
 )
+from distft.formulas.split_rules import check_counted
 from distft.kept import modules_in_fp32
 from distft.mesh import DENSE_AXES, Mesh, check_degree, resolve_axes
 from distft.peft import base_model
@@ -292,6 +293,7 @@ class Sharded(Strategy):
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         if mesh.tp * mesh.ep > 1:
+            self._check_counted(spec, mesh)
             return parallel_memory(
                 spec.tensors,
                 {axis: getattr(mesh, axis) for axis in (*DENSE_AXES, "ep")},
@@ -312,8 +314,14 @@ class Sharded(Strategy):
             self.offload,
         )
 
+    def _check_counted(self, spec: ModelSpec, mesh: Mesh) -> None:
+        if mesh.ep == 1:
+            rules, _ = merge_rules(*spec.rules, self._rules())
+            check_counted((tensor.name for tensor in spec.tensors), rules)
+
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         if mesh.tp * mesh.ep > 1:
+            self._check_counted(spec, mesh)
             return parallel_traffic(
                 spec.units_in(self.precision),
                 spec.ties,

@@ -91,6 +91,14 @@ def test_adapters_lie_on_every_rank_as_the_formula_says(pools, strategy, ranks, 
     assert list(report.per_rank) == pools(ranks).run(held, strategy, model, {}, lora)
 
 
+def test_costs_of_adapters_on_experts_split_over_tp_are_refused_and_not_guessed():
+    adapted = attach_adapters(tiny_model("M"), lora_config(**OF_EXPERTS), seed=0)
+    spec, load = ModelSpec.from_model(adapted), Workload(seq_len=16)
+    for report in (TP(tp=2).memory, TP(tp=2).traffic):
+        with pytest.raises(ValueError, match=r"8 factors.*mlp\.experts.*with ep"):
+            report(spec, load, world_size=2)
+
+
 KEPT = [
     (TP(tp=2, precision="bf16"), 2),
     (EP(ep=2, precision="bf16"), 2),
