@@ -6,8 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from distft.testing import WorkerPool
+
+# Speed is measured in benchmarks/: on a busy machine an example may take any time.
+settings.register_profile(
+    "distft", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("distft")
 
 # A test takes seconds; on a busy machine a rank needs minutes to load PEFT alone.
 TIMEOUT = 600.0
