@@ -19,6 +19,7 @@ from distft.formulas.traffic import (
     tensor_parallel_bytes,
     zero_traffic_bytes,
 )
+from distft.formulas.zero_plus import ZeROPlus, quantization_groups, zero_plus_bytes
 
 __all__ = [
     "Collective",
@@ -28,6 +29,7 @@ __all__ = [
     "MicroStep",
     "TrafficReport",
     "Visit",
+    "ZeROPlus",
     "chunk_rows",
     "ddp_memory",
     "ddp_traffic",
@@ -43,6 +45,7 @@ __all__ = [
     "parallel_memory",
     "parallel_traffic",
     "pipeline_bubble",
+    "quantization_groups",
     "ring_bytes",
     "ring_fraction",
     "seconds",
@@ -52,6 +55,7 @@ __all__ = [
     "tensor_parallel_bytes",
     "training_flops",
     "zero_memory",
+    "zero_plus_bytes",
     "zero_traffic",
     "zero_traffic_bytes",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distft.formulas._numbers import choice
+from distft.formulas._numbers import choice, exact
 from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import model_state_bytes
 from distft.formulas.native import MOMENTS, STEP_BYTES, control_traffic
@@ -18,6 +18,7 @@ from distft.formulas.reports import (
     TrafficReport,
 )
 from distft.formulas.traffic import zero_traffic_bytes
+from distft.formulas.zero_plus import ZeROPlus, gathers, reductions, ring_with_zero_plus
 
 # Flat groups end at a multiple of this many elements per rank, so that the parts of bf16 weights
 # start at 4 bytes.
@@ -80,6 +81,7 @@ def zero_memory(
     optimizer: str = "adamw",
     limits: FetchLimits | None = None,
     offload: str | None = None,
+    secondary: int | None = None,
 ) -> MemoryReport:
     """Memory of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3, as it holds it after a backward pass.
 
@@ -88,11 +90,12 @@ def zero_memory(
     `ceil(n / N)` elements. A master copy exists even where weights are fp32. Stage 1 too keeps only
     its part of the reduced gradients; the whole ones, which the paper counts, exist during the
     backward pass. Offload of "optimizer" has master weights, moments and the
-    reduced gradients on the host; "params" (stage 3) the parts of the weights too.
+    reduced gradients on the host; "params" (stage 3) the parts of the weights too. A secondary
+    copy over h ranks (stage 3) adds `P w / h`, without what persists.
 
-    Source: Rajbhandari et al. 2020 (ZeRO), section 5; Ren et al. 2021 (ZeRO-Offload);
-    DeepSpeed 0.19 `stage_1_and_2.py`, `stage3.py`. Assumes: one parameter group,
-    and a second one of what stays fp32.
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5; Ren et al. 2021 (ZeRO-Offload); Wang et al.
+    2023 (ZeRO++), section 3.2; DeepSpeed 0.19 `stage_1_and_2.py`, `stage3.py`. Assumes: one
+    parameter group, and a second one of what stays fp32.
 
     Raises:
         ValueError: The precision, the optimizer or the offload is unknown, or no parameter is
@@ -137,6 +140,8 @@ def zero_memory(
         ("moments, own part", "optimizer", ALWAYS, part * moments * sizes.moment),
         ("step count", "optimizer", ALWAYS, STEP_BYTES * len(groups) if moments else 0),
     ]
+    if secondary is not None:
+        lines += _secondary_lines(tensors, ranks, precision, limits, secondary)
     lines += [(name, "buffer", when, size) for name, when, size in buffers]
     lines.append(("optimizer's temporary (foreach)", "buffer", ("step",), part * sizes.master))
     state = model_state_bytes(
@@ -158,13 +163,18 @@ def zero_memory(
         on_host |= {"step count", "optimizer's temporary (foreach)"}
     if offload == "params":
         on_host.add("weights")
+    paper = {1: "P (w + g) + P k / N", 2: "P w + P (g + k) / N", 3: "P (w + g + k) / N"}[stage]
+    state += model_state_bytes(frozen, ranks, stage, sizes.weight, 0, 0)
+    if secondary is not None:
+        state += model_state_bytes(trained + frozen, secondary, 3, sizes.weight, 0, 0)
+        paper += " + P w / h"
     return MemoryReport(
         tuple(
             MemoryLine(name, kind, when, (size,) * ranks, name in on_host)
             for name, kind, when, size in lines
         ),
-        state + model_state_bytes(frozen, ranks, stage, sizes.weight, 0, 0),
-        {1: "P (w + g) + P k / N", 2: "P w + P (g + k) / N", 3: "P (w + g + k) / N"}[stage],
+        state,
+        paper,
     )
 
 
@@ -177,12 +187,14 @@ def zero_traffic(
     visits: Sequence[Visit] = (),
     limits: FetchLimits | None = None,
     offload: str | None = None,
+    plus: ZeROPlus | None = None,
 ) -> TrafficReport:
     """Traffic of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3 in its steady state.
 
     Stages 1 and 2 reduce each part of the gradients to its owner, stage 1 once a step and stage 2
     every micro-step, and gather the flat weights once a step. Stage 3 reduce-scatters gradients
-    padded to N equal parts, and gathers parameters as often as `fetch_counts` says.
+    padded to N equal parts, and gathers parameters as often as `fetch_counts` says; what ZeRO++
+    changes in that, `gathers` and `reductions` of `zero_plus` say.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 7; DeepSpeed 0.19. Assumes:
     `use_multi_rank_bucket_allreduce` false, one parameter group.
@@ -196,17 +208,22 @@ def zero_traffic(
         visits: Stage 3: the modules in the order of work, forward and then backward.
         limits: Stage 3: the engine's limits; None is its defaults.
         offload: What lies on the host; then the engine's own norm is one fp32 number.
+        plus: Stage 3: what there is of ZeRO++.
 
     Raises:
-        ValueError: A count is below 1, the precision is unknown or no parameter is trainable.
+        ValueError: A count is below 1, the precision is unknown, no parameter is trainable, or
+            weights to quantize have parts that are no multiple of 8.
 
     Collective: none.
     """
     sizes = _sizes(precision)
     trained = _trained(tensors)
     axis = "dp_shard"
+    plus = plus or ZeROPlus()
     if stage == 3:
-        sent = _stage3_traffic(tensors, ranks, precision, visits, limits or FetchLimits())
+        sent = _stage3_traffic(
+            tensors, ranks, precision, visits, limits or FetchLimits(), grad_accum, plus
+        )
         # Stage 3 has no switch for its own norm, one fp64 for each group beside ours, or fp32
         # if offloaded.
         norm_bytes = 8 * len(_groups(tensors)) if offload is None else 4
@@ -229,16 +246,16 @@ def zero_traffic(
             Collective.of("all_reduce", axis, norm_bytes, ranks, "step", "DeepSpeed's own norm")
         )
     sent += control_traffic(ranks, ((axis, ranks),))
-    return TrafficReport(
-        tuple(sent),
-        grad_accum,
-        zero_traffic_bytes(trained, ranks, stage, grad_accum, sizes.weight),
-        {
-            1: "2 P (N-1)/N a step",
-            2: "P (N-1)/N a micro-step + P (N-1)/N a step",
-            3: "3 P (N-1)/N a micro-step",
-        }[stage],
-    )
+    paper_bytes = zero_traffic_bytes(trained, ranks, stage, grad_accum, sizes.weight)
+    paper = {
+        1: "2 P (N-1)/N a step",
+        2: "P (N-1)/N a micro-step + P (N-1)/N a step",
+        3: "3 P (N-1)/N a micro-step",
+    }[stage]
+    if plus != ZeROPlus():
+        paper_bytes = exact(grad_accum * ring_with_zero_plus(trained, ranks, sizes.weight, plus))
+        paper = "P (N-1)/N + P (h-1)/h + P (N-1)/N a micro-step, in the bytes of what travels"
+    return TrafficReport(tuple(sent), grad_accum, paper_bytes, paper)
 
 
 def _sizes(precision: str) -> EngineBytes:
@@ -251,30 +268,49 @@ def _stage3_traffic(
     precision: str,
     visits: Sequence[Visit],
     limits: FetchLimits,
+    grad_accum: int,
+    plus: ZeROPlus,
 ) -> list[Collective]:
-    axis, sizes = "dp_shard", _sizes(precision)
-    padded = [ranks * part_numel(tensor.numel, ranks) for tensor in tensors]
+    parts = [part_numel(tensor.numel, ranks) for tensor in tensors]
+    weights = [_weight(tensor, precision) for tensor in tensors]
     counts = fetch_counts([tensor.numel for tensor in tensors], visits, limits)
-    gathered = sum(
-        count * numel * _weight(tensor, precision)
-        for count, numel, tensor in zip(counts, padded, tensors, strict=True)
-    )
-    reduced = sum(n for n, tensor in zip(padded, tensors, strict=True) if tensor.trainable)
+    sent = gathers(tensors, parts, weights, counts, ranks, grad_accum, plus)
+    sent += reductions(tensors, parts, _sizes(precision).reduced, ranks, plus)
     kept = [
         ranks * part_numel(tensor.numel, ranks) * _weight(tensor, precision)
         for tensor in _persistent(tensors, limits)
     ]
-    sent = [
-        Collective.of("all_gather", axis, gathered, ranks, "micro_step", "parameters"),
-        Collective.of(
-            "reduce_scatter", axis, reduced * sizes.reduced, ranks, "micro_step", "gradients"
-        ),
-    ]
     if kept:
         sent.append(
-            Collective.of("all_gather", axis, sum(kept), ranks, "step", "persistent parameters")
+            Collective.of(
+                "all_gather", "dp_shard", sum(kept), ranks, "step", "persistent parameters"
+            )
         )
     return sent
+
+
+def _secondary_lines(
+    tensors: Sequence[Parameter],
+    ranks: int,
+    precision: str,
+    limits: FetchLimits | None,
+    secondary: int,
+) -> list[tuple[str, str, tuple[str, ...], int]]:
+    """Return the lines of the secondary copy: that of trained weights lasts until the update.
+
+    What persists is never gathered, so it gets no new copy; a frozen one keeps its first.
+    """
+    persistent = _persistent(tensors, limits)
+    held = {True: 0, False: 0}
+    for tensor in tensors:
+        if not tensor.trainable or tensor not in persistent:
+            copy = ranks * part_numel(tensor.numel, ranks) // secondary
+            held[tensor.trainable] += copy * _weight(tensor, precision)
+    until_update = tuple(phase for phase in ALWAYS if phase != "save")
+    lines = [("secondary copy of the weights", "parameters", until_update, held[True])]
+    if held[False]:
+        lines.append(("secondary copy of frozen weights", "parameters", ALWAYS, held[False]))
+    return lines
 
 
 def _weight(tensor: Parameter, precision: str) -> int:

@@ -9,16 +9,24 @@ replays the record.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class Visit(NamedTuple):
-    """A module at work: the indices of its own parameters, and whether it frees them after."""
+    """A module at work, in the forward or the backward pass.
+
+    Args:
+        own: Indices of its own parameters.
+        frees: Whether it frees them after.
+        recomputed: Indices of the frozen parameters that recomputing inside of it has used. The
+            engine frees them with it, also what it has looked ahead to and would keep.
+    """
 
     own: tuple[int, ...]
     frees: bool = True
+    recomputed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ def fetch_counts(numels: Sequence[int], visits: Sequence[Visit], limits: FetchLi
         replay.fetch(step, visit.own)
         if visit.frees:
             replay.release(step, visit.own)
+        replay.free(index for index in visit.recomputed if index in replay.arrived)
     return replay.counts
 
 
@@ -75,6 +84,10 @@ class _Replay:
     kept: frozenset[int] = field(init=False)
     queue: deque[tuple[int, int]] = field(init=False)
     passed: list[int] = field(init=False)
+    # Of what is gathered, that which a module has waited for, alone or gathered in one call with
+    # what it waited for.
+    arrived: set[int] = field(default_factory=set)
+    calls: dict[int, tuple[int, ...]] = field(default_factory=dict)
     live: int = 0
 
     def __post_init__(self) -> None:
@@ -89,8 +102,9 @@ class _Replay:
 
     def fetch(self, step: int, own: Sequence[int]) -> None:
         """Gather what a module needs, then ahead what the limits allow."""
+        self._gather(own)
         for index in own:
-            self._gather(index)
+            self.arrived.update(self.calls.get(index, ()))
         waiting = {index for index in own if self.passed[index] < step}
         while self.queue and waiting:
             index, use = self.queue.popleft()
@@ -105,8 +119,7 @@ class _Replay:
             if index not in self.whole and index not in ahead:
                 ahead.append(index)
                 gathered += self.numels[index]
-        for index in ahead:
-            self._gather(index)
+        self._gather(ahead)
 
     def release(self, step: int, own: Sequence[int]) -> None:
         """Free what a module used, unless a passed or a near use keeps it."""
@@ -117,15 +130,21 @@ class _Replay:
                 break
             near.update(later.own)
             distance += sum(self.numels[index] for index in later.own)
-        for index in own:
-            if index in self.kept or index in near or self.passed[index] > step + 1:
-                continue
-            if index in self.whole:
+        self.free(i for i in own if i not in near and self.passed[i] <= step + 1)
+
+    def free(self, indices: Iterable[int]) -> None:
+        """Free what is gathered and does not persist."""
+        for index in list(indices):
+            if index in self.whole and index not in self.kept:
                 self.whole.discard(index)
+                self.arrived.discard(index)
+                self.calls.pop(index, None)
                 self.live -= self.numels[index]
 
-    def _gather(self, index: int) -> None:
-        if index not in self.whole:
+    def _gather(self, indices: Iterable[int]) -> None:
+        call = tuple(index for index in indices if index not in self.whole)
+        for index in call:
             self.counts[index] += 1
             self.whole.add(index)
+            self.calls[index] = call
             self.live += self.numels[index]

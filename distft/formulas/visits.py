@@ -139,7 +139,8 @@ def module_visits(
     units = {tensor.unit for tensor in tensors} - {""}
     root = _tree(tensors, ties, units if whole_blocks else set())
     blocks = units if activation_checkpointing else set()
-    return (*_forward(root), *_backward(root, blocks))
+    frozen = frozenset(index for index, tensor in enumerate(tensors) if not tensor.trainable)
+    return (*_forward(root), *_backward(root, blocks, frozen))
 
 
 def _tree(
@@ -211,26 +212,52 @@ def _forward(module: _Module) -> Iterator[Visit]:
         yield from _forward(child)
 
 
-def _backward(module: _Module, blocks: set[str]) -> Iterator[Visit]:
+def _backward(
+    module: _Module, blocks: AbstractSet[str], frozen: frozenset[int] = frozenset()
+) -> Iterator[Visit]:
     if module.path in blocks:
-        yield from _recomputed(module)
+        yield from _recomputed(module, frozen)
         return
     if module.works and module.grad_out and not module.path.endswith(_FORWARD_ONLY):
         # It is told to free them once its input has its gradient.
         yield Visit(module.parameters, frees=module.grad_in)
     for child in reversed(module.ordered()):
-        yield from _backward(child, blocks)
+        yield from _backward(child, blocks, frozen)
 
 
-def _recomputed(block: _Module) -> Iterator[Visit]:
+def _recomputed(block: _Module, frozen: frozenset[int]) -> Iterator[Visit]:
     """Yield a block's backward pass with the forward pass inside.
 
     The first module that needs its input asks for the forward pass, and holds its parameters
-    meanwhile. The forward pass ends inside the same module, once that input is there.
+    meanwhile. The forward pass ends inside the same module, once that input is there. Where that
+    is in an adapted layer, the layer does not end either, and holds its first factor.
     """
-    backward = list(_backward(block, set()))
-    first = next(index for index, visit in enumerate(backward) if visit.own)
+    backward = list(_backward(block, frozenset()))
+    first = next((index for index, visit in enumerate(backward) if visit.own), None)
+    if first is None:
+        # Nothing in it is trained, nor before it.
+        return
     yield from backward[:first]
     yield Visit(backward[first].own, frees=False)
-    yield from _forward(block)
+    held = _first_factor(block, backward[first].own)
+    *forward, last = (
+        visit._replace(frees=visit.frees and not held & set(visit.own)) for visit in _forward(block)
+    )
+    used = {index for visit in (*forward, last) for index in visit.own}
+    yield from forward
+    yield last._replace(recomputed=tuple(sorted(used & frozen)))
     yield from backward[first + 1 :]
+
+
+def _first_factor(module: _Module, second: Sequence[int]) -> set[int]:
+    """Return the parameters of the first factor beside a second one, or none.
+
+    PEFT's layer reads the dtype of its first factor, and the engine gathers for a module what its
+    forward pass reads.
+    """
+    for child in module.children.values():
+        if "lora_B" in child.children and set(second) <= set(child.children["lora_B"]._all_below()):
+            return set(child.children["lora_A"]._all_below())
+        if found := _first_factor(child, second):
+            return found
+    return set()

@@ -69,10 +69,12 @@ def _parameter_tensors(model: Any) -> list[Any]:
     parameters: list[Any] = list(unwrap(model).parameters())
     if not is_engine(model):
         # Of a model that `load_model` has cut up and no engine has, parts hang on parameters too.
-        return [*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)]
+        hung = ("ds_tensor", "ds_secondary_tensor")
+        return [*parameters, *(getattr(p, name, None) for p in parameters for name in hung)]
     if model.zero_optimization_stage() == 3:
-        # A partitioned parameter is empty; its part hangs on it. Persistent ones are whole.
-        return [t for p in parameters for t in (p.data, p.ds_tensor)]
+        # A partitioned parameter is empty; its part hangs on it, and its part of a secondary copy.
+        # Persistent ones are whole.
+        return [t for p in parameters for t in (p.data, p.ds_tensor, p.ds_secondary_tensor)]
     frozen = [p for p in parameters if not p.requires_grad]
     return [*model.optimizer.bit16_groups_flat, *frozen]
 

@@ -665,6 +665,10 @@ class Strategy(StrategyHooks):
     def traffic(self, spec: ModelSpec, load: Workload, *, world_size: int) -> TrafficReport:
         """Return the bytes that one rank puts on the wire, by collective.
 
+        Assumes one parameter group and one bound for the whole gradient. Where groups have bounds
+        of their own, each group beyond the first adds a norm: one more all_reduce of 4 bytes a
+        step over each axis that gradients are split on, none under DDP.
+
         Raises:
             ValueError: The degrees do not fit ``world_size``, or the workload is not covered.
 

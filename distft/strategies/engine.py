@@ -277,3 +277,43 @@ def free_accumulators(zero: Any) -> None:
                     parameter.grad_accum = None
 
     zero.independent_gradient_partition_epilogue = reduce_and_free
+
+
+# By the number of ranks, of the world that the first entry is.
+_secondary_groups: tuple[Any, dict[int, Any]] = (None, {})
+
+
+def use_secondary_group(groups: Any, size: int | None) -> None:
+    """Make the next engine keep its secondary copies in groups of `size` ranks; None for none.
+
+    DeepSpeed keeps the one group that it made first, and takes it for every later model, whatever
+    size that asks for.
+
+    Args:
+        groups: DeepSpeed's module of groups.
+        size: Ranks of a group, which divides all ranks.
+
+    Collective: every rank.
+    """
+    global _secondary_groups
+    world, made = _secondary_groups
+    if world is not torch.distributed.group.WORLD:
+        _secondary_groups = torch.distributed.group.WORLD, (made := {})
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    if size is None:
+        return
+    if size not in made:
+        groups._create_zero_param_parallel_group(size)
+        made[size] = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = made[size]
+
+
+def forget_copies(engine: Any) -> None:
+    """Drop secondary copies of weights, so that the next gathering reads the weights themselves.
+
+    DeepSpeed drops those of trained weights after an update. A load changes frozen ones too.
+
+    Collective: none.
+    """
+    for parameter in engine.module.parameters():
+        parameter.ds_secondary_tensor = None

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distft.checkpoint.folder import DEEPSPEED
 from distft.checkpoint.pickles import refuse_code
-from distft.formulas import FetchLimits, MemoryReport, TrafficReport, zero_memory, zero_traffic
+from distft.formulas import (
+    FetchLimits,
+    MemoryReport,
+    TrafficReport,
+    ZeROPlus,
+    zero_memory,
+    zero_traffic,
+)
 from distft.kept import kept_names
 from distft.mesh import Mesh
 from distft.process_group import group_rank, local_device, together
 from distft.spec import sharding_units
+from distft.strategies import ops
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.training.clip import GradientShards, bounds_of
@@ -71,12 +79,12 @@ class ZeRO(Strategy):
                 "optimizer but its own DeepSpeedCPUAdam. Use bf16-mixed, or FSDP2's offload."
             )
 
-    def _check_count(self, name: str, minimum: int) -> None:
+    def _check_count(self, name: str, minimum: int, what: str = "elements") -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(
                 f"{type(self).__name__}({name}={value!r}) needs an integer of at least {minimum}: "
-                "it counts elements."
+                f"it counts {what}."
             )
 
     def _check_model(self, model: nn.Module) -> None:
@@ -128,6 +136,7 @@ class ZeRO(Strategy):
             for path in sharding_units(model):
                 deepspeed.utils.set_z3_leaf_module(model.get_submodule(path), True)
         parameters = [p for name, p in model.named_parameters() if name in kept]
+        self._make_groups()
         with (
             engine.one_zero_optimizer(deepspeed.DeepSpeedEngine),
             engine.kept_in_fp32(deepspeed.DeepSpeedEngine, _stage3_module(), parameters),
@@ -291,11 +300,19 @@ class ZeRO(Strategy):
             raise ValueError(
                 f"DeepSpeed found no state of {self!r} in {folder}. Use another checkpoint."
             )
+        self._after_new_weights(model)
 
     def _place_run(self, model: Any, optimizer: Optimizer, run: WholeRun) -> None:
         from distft.strategies.partitions import place_run
 
         place_run(model, run)
+        self._after_new_weights(model)
+
+    def _make_groups(self) -> None:
+        """Make what groups of ranks the engine needs besides all ranks; none here."""
+
+    def _after_new_weights(self, model: Any) -> None:
+        """Drop what was copied from weights that a load has replaced; nothing here."""
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         return zero_memory(
@@ -306,6 +323,7 @@ class ZeRO(Strategy):
             load.optimizer,
             self._fetch_limits(),
             self.offload,
+            self._zero_plus().secondary,
         )
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
@@ -318,11 +336,16 @@ class ZeRO(Strategy):
             spec.module_visits(self.activation_checkpointing, self.compile is not None),
             self._fetch_limits(),
             self.offload,
+            self._zero_plus(),
         )
 
     def _fetch_limits(self) -> FetchLimits:
         """Return what bounds the gathering of weights; stages 1 and 2 gather none."""
         return FetchLimits()
+
+    def _zero_plus(self) -> ZeROPlus:
+        """Return what there is of ZeRO++; stages 1 and 2 have none."""
+        return ZeROPlus()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -366,6 +389,13 @@ class ZeRO3(ZeRO):
         max_reuse_distance: Parameters used again within so many elements stay gathered; 0 frees
             them after each use, which is what the formulas say.
         sub_group_size: Elements updated by one optimizer call.
+        secondary_partition: Ranks that share one more copy of the weights (hpZ of ZeRO++), best
+            those of one machine: weights are then gathered from all ranks once a step, and else
+            within the group. It costs the weights' bytes divided by it.
+        quantized_weights: Weights travel as int8 (qwZ of ZeRO++), half of bf16: no longer the
+            same training. Needs DeepSpeed's quantizer, CUDA kernels; not run by our tests.
+        quantized_gradients: Gradients travel as int4 (qgZ of ZeRO++). `traffic` knows it; `apply`
+            refuses it, since DeepSpeed's kernel reads fp16 whatever gradients are.
     """
 
     name: ClassVar[str] = "zero3"
@@ -377,9 +407,20 @@ class ZeRO3(ZeRO):
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 0
     sub_group_size: int = 1_000_000_000
+    secondary_partition: int | None = None
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
 
     def _check_fields(self) -> None:
         ZeRO._check_fields(self)
+        if self.secondary_partition is not None:
+            self._check_count("secondary_partition", minimum=2, what="ranks")
+            if self.offload not in (None, "optimizer"):
+                raise ValueError(
+                    f"{self!r}: with offload={self.offload!r} the copy for "
+                    f"{self.secondary_partition} ranks would lie on the host too. Leave one of "
+                    "the two out."
+                )
         for name in ("persistence_threshold", "prefetch_bucket_size", "max_reuse_distance"):
             self._check_count(name, minimum=0)
         for name in ("max_live_parameters", "sub_group_size"):
@@ -392,7 +433,37 @@ class ZeRO3(ZeRO):
             "stage3_max_live_parameters": self.max_live_parameters,
             "stage3_max_reuse_distance": self.max_reuse_distance,
             "sub_group_size": self.sub_group_size,
+            "zero_hpz_partition_size": self.secondary_partition or 1,
+            "zero_quantized_weights": self.quantized_weights,
         }
+
+    def _mesh(self, num_ranks: int) -> Mesh:
+        if self.secondary_partition is not None and num_ranks % self.secondary_partition:
+            raise ValueError(
+                f"{self!r} needs a number of ranks that {self.secondary_partition} divides, and "
+                f"there are {num_ranks}. Use the ranks of one machine."
+            )
+        return ZeRO._mesh(self, num_ranks)
+
+    def _check_installed(self) -> None:
+        ZeRO._check_installed(self)
+        if self.quantized_weights or self.quantized_gradients:
+            ops.check_quantizer(self, _load_deepspeed().accelerator.get_accelerator())
+
+    def _check_model(self, model: nn.Module) -> None:
+        ZeRO._check_model(self, model)
+        if self.quantized_weights:
+            ops.check_parts(self, model, self.mesh().num_ranks)
+
+    def _make_groups(self) -> None:
+        from distft.strategies import engine
+
+        engine.use_secondary_group(_groups_module(), self.secondary_partition)
+
+    def _after_new_weights(self, model: Any) -> None:
+        from distft.strategies import engine
+
+        engine.forget_copies(model)
 
     def _weight_dtype(self) -> str:
         # The engine computes in bf16 with both, and makes its fp32 masters of what it is given.
@@ -427,8 +498,13 @@ class ZeRO3(ZeRO):
             if first:
                 first[0].convert_to_zero_parameters(param_list=[new])
             else:
+                self._make_groups()
                 alone = torch.nn.ParameterList([new])
-                deepspeed.zero.Init(module=alone, config_dict_or_path=self._config())
+                deepspeed.zero.Init(
+                    module=alone,
+                    config_dict_or_path=self._config(),
+                    zero_param_parallel_group=_groups_module()._get_zero_param_intra_parallel_group(),
+                )
                 first.append(new)
             return new
 
@@ -443,6 +519,15 @@ class ZeRO3(ZeRO):
             reuse=self.max_reuse_distance,
             persistence=self.persistence_threshold,
         )
+
+    def _zero_plus(self) -> ZeROPlus:
+        return ZeROPlus(self.secondary_partition, self.quantized_weights, self.quantized_gradients)
+
+
+def _groups_module() -> Any:
+    from deepspeed.utils import groups
+
+    return groups
 
 
 def _stage3_module() -> Any:

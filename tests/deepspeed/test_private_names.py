@@ -95,3 +95,50 @@ def test_what_checkpoints_may_name_is_still_deepspeeds():
         module, _, attribute = name.rpartition(".")
         if module.startswith("deepspeed"):
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_one_secondary_group_can_be_made_and_replaced():
+    from deepspeed.utils import groups
+
+    assert hasattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP")
+    assert callable(groups._create_zero_param_parallel_group)
+    assert callable(groups._get_zero_param_intra_parallel_group)
+    assert "zero_param_parallel_group" in inspect.signature(deepspeed.zero.Init).parameters
+
+
+def test_secondary_copies_are_where_they_are_dropped():
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as stage_3
+
+    assert callable(partition_parameters.Init._partition_param_sec)
+    assert "ds_secondary_tensor = None" in inspect.getsource(stage_3.invalidate_secondary_tensor)
+
+
+def test_an_op_that_an_accelerator_lacks_has_a_builder_that_only_raises():
+    from deepspeed.ops.op_builder.cpu import NotImplementedBuilder
+
+    from distft.strategies.ops import has_op
+
+    accelerator = deepspeed.accelerator.get_accelerator()
+    made = accelerator.create_op_builder("QuantizerBuilder")
+    assert isinstance(made, NotImplementedBuilder) == (accelerator.device_name() == "cpu")
+    if accelerator.device_name() == "cpu":
+        assert not has_op(accelerator, "QuantizerBuilder")
+
+
+def test_weights_are_quantized_in_groups_of_the_size_that_the_formula_has():
+    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+
+    from distft.formulas.zero_plus import GROUP_NUMEL
+
+    assert CUDAQuantizer.target_group_size == GROUP_NUMEL
+
+
+def test_the_kernel_that_quantizes_gradients_still_reads_fp16_alone():
+    """Where this fails upstream has mended it, and `check_quantizer` need not refuse it."""
+    from pathlib import Path
+
+    source = Path(deepspeed.__file__).parent / "ops/csrc/quantization/pt_binding.cpp"
+    body = source.read_text().split("ds_swizzle_quant(", 1)[1].split("\nstd::vector", 1)[0]
+    assert "(__half*)input_vals.data_ptr()" in body
+    assert "scalar_type" not in body

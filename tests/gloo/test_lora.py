@@ -314,6 +314,15 @@ COSTS = [
     *[(kind(precision="bf16-mixed"), 3, "all") for kind in (DDP, ZeRO1, ZeRO3, FSDP2)],
     *[(strategy, 3, "tied") for strategy in (SMALL_PREFETCH, FSDP2())],
     *[(strategy, 3, "experts") for strategy in (SMALL_PREFETCH, FSDP2())],
+    # What recomputing has used of the frozen base is freed with the module that asked for it.
+    *[
+        (ZeRO3(activation_checkpointing=True, **limits), 3, lora)
+        for limits, lora in (
+            ({}, "all"),
+            ({"prefetch_bucket_size": 2_000}, "tied"),
+            ({"prefetch_bucket_size": 0}, "all"),
+        )
+    ],
 ]
 
 

@@ -104,8 +104,8 @@ MATRIX = [
     for name in ALL
     for strategy in STRATEGIES
 ]
-# Ranks that save and ranks that load, 3 and 2 if not here. In this version a ZeRO checkpoint resumes
-# on the number that wrote it; two replicas of two parts each go on as two of one.
+# Ranks that save and ranks that load, 3 and 2 if not here. In this version a ZeRO checkpoint
+# resumes on the number that wrote it; two replicas of two parts each go on as two of one.
 RANKS = {"zero1": (3, 3), "zero2": (3, 3), "zero3": (3, 3), "hsdp": (4, 2)}
 HALF, STEPS = 3, 6
 

@@ -1,0 +1,72 @@
+"""What DeepSpeed compiles for single features, and what a user reads where it cannot.
+
+`tests/deepspeed/test_private_names.py` fails first when one of its names moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distft.process_group import raise_together
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def has_op(accelerator: Any, builder: str) -> bool:
+    """Return whether DeepSpeed can build one of its ops on this machine.
+
+    Args:
+        accelerator: DeepSpeed's accelerator.
+        builder: Name of the class that builds the op.
+
+    Collective: none.
+    """
+    made = accelerator.create_op_builder(builder)
+    # On an accelerator that lacks an op it is one that only raises, and says it is compatible.
+    if made is None or type(made).__name__ == "NotImplementedBuilder":
+        return False
+    return bool(made.is_compatible())
+
+
+def check_quantizer(strategy: Any, accelerator: Any) -> None:
+    """Raise on every rank where weights or gradients cannot be quantized.
+
+    Raises:
+        RuntimeError: DeepSpeed's quantizer op does not build on a rank; or gradients are to be
+            quantized, whose kernel reads fp16, which no precision here has.
+
+    Collective: every rank.
+    """
+    error = None
+    if strategy.quantized_gradients:
+        error = RuntimeError(
+            f"{strategy!r}: DeepSpeed's kernel swizzle_quant reads 2-byte fp16 gradients without "
+            f"asking for their dtype, and precision={strategy.precision!r} has none: they would be "
+            "noise. Leave quantized_gradients out; traffic() says what it would save."
+        )
+    elif not has_op(accelerator, "QuantizerBuilder"):
+        error = RuntimeError(
+            f"{strategy!r} needs DeepSpeed's quantizer op, CUDA kernels that do not build on "
+            f"1 or more ranks ({accelerator.device_name()}). Leave quantized_weights out, or "
+            "install the CUDA toolkit (nvcc) on machines with GPUs."
+        )
+    raise_together(error)
+
+
+def check_parts(strategy: Any, model: nn.Module, ranks: int) -> None:
+    """Raise where a rank's part of a parameter cannot be quantized.
+
+    Raises:
+        ValueError: The first parameter whose part is no multiple of 8 elements.
+
+    Collective: none.
+    """
+    for name, parameter in model.named_parameters():
+        part = -(-parameter.numel() // ranks)
+        if part % 8:
+            raise ValueError(
+                f"{strategy!r}: on {ranks} ranks each has {part} elements of {name}, and int8 "
+                "weights travel in multiples of 8. Leave quantized_weights out, or use another "
+                "number of ranks."
+            )
