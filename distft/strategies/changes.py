@@ -158,6 +158,8 @@ def _candidates(
         yield "reshard_after_forward=True", partial(changed, reshard_after_forward=True), world_size
     if trains and getattr(strategy, "defer_reduce", False):
         yield "defer_reduce=False", partial(changed, defer_reduce=False), world_size
+    if getattr(strategy, "secondary_partition", None) is not None:
+        yield "secondary_partition=None", partial(changed, secondary_partition=None), world_size
     if strategy.precision != "bf16":
         yield (
             'precision="bf16" (also rounds weights)',

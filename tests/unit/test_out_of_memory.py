@@ -36,6 +36,12 @@ def test_loading_is_saved_by_what_splits_parameters_and_by_nothing_else():
     }
 
 
+def test_a_secondary_copy_is_what_can_be_left_out():
+    found = named(changes_of(ZeRO3(secondary_partition=2), "forward"))
+    assert found["secondary_partition=None"].saved_bytes == 2_048_000
+    assert 'offload="params"' not in found
+
+
 def test_of_changes_that_cover_the_shortfall_the_first_is_named():
     found = changes_of(DDP(), "load")
     assert smallest_that_fits(found, 2_048_000).what.startswith('precision="bf16"')
