@@ -265,8 +265,9 @@ def check_offload(strategy: Any) -> None:
         way_out = f"{kind!r} is there for {OFFLOADS[kind]}."
     elif str(kind).startswith("nvme:"):
         way_out = (
-            "State on a disk (ZeRO-Infinity) is in no strategy, since a gradient there cannot be "
-            "clipped by one norm."
+            "State on a disk (ZeRO-Infinity) is in no strategy: DeepSpeed 0.19 puts gradients "
+            "where no norm over all of them is taken, and goes on from a checkpoint without the "
+            f"optimizer's moments. 'params' is there for {OFFLOADS['params']}."
         )
     else:
         way_out = f"The {len(OFFLOADS)} kinds are {' and '.join(repr(each) for each in OFFLOADS)}."

@@ -51,6 +51,7 @@ LORAS = {
     "all": ("L", {"target_modules": "all-linear"}),
     "tied": ("Lt", {"modules_to_save": ["norm"]}),
     "experts": ("M", {"target_parameters": EXPERTS}),
+    "last block": ("L", {"layers_to_transform": [1]}),
 }
 Q_AND_V = {"target_modules": ["q_proj", "v_proj"], "r": 4}
 
@@ -321,6 +322,7 @@ COSTS = [
             ({}, "all"),
             ({"prefetch_bucket_size": 2_000}, "tied"),
             ({"prefetch_bucket_size": 0}, "all"),
+            ({"prefetch_bucket_size": 0}, "last block"),
         )
     ],
 ]
