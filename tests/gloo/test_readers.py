@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distft
-from distft import DDP, FSDP2, ZeRO1, ZeRO2, ZeRO3
+from distft import DDP, FSDP2, NDParallel, ZeRO1, ZeRO2, ZeRO3
 from distft.checkpoint.folder import MANIFEST
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.readers.torch_zip import TorchZip, opened
@@ -238,6 +238,24 @@ def test_a_malicious_rank_file_runs_nothing_and_is_named(saved, tmp_path):
         found = distft.verify(tag)
         assert f"{file.name} asks to load posix.mkdir" in found.problems[0]
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [(NDParallel(dp_shard=2, tp=2), "Q"), (NDParallel(dp_replicate=2, dp_shard=2, ep=2), "M")],
+    ids=repr,
+)
+def test_blocks_of_a_product_of_axes_are_put_together(pools, tmp_path, strategy, model):
+    held = pools(4).run(train_and_save, strategy, Recipe(model=model), tmp_path / "run", 1)[0]
+    found = read_map(tmp_path / "run")
+    assert found.check() == []
+    assert distft.verify(tmp_path / "run", require="proven").holds
+    assert found.tensors.keys() == held["weights"].keys()
+    for name, weight in held["weights"].items():
+        assert torch.equal(values(found.root, found.tensors[name]), weight)
+    assert set(found.optimizer.steps.values()) == {1.0}
+    for moments in found.optimizer.moments.values():
+        assert all(values(found.root, tensor).isfinite().all() for tensor in moments.values())
 
 
 def test_reading_needs_no_torch(saved):

@@ -177,6 +177,8 @@ class TorchZip:
         return crc
 
     def _read(self, offset: int, size: int) -> bytes:
+        if offset >= self.length:
+            return b""
         return os.pread(self._descriptor, min(size, self.length - offset), self.base + offset)
 
     def _read_directory(self) -> None:
