@@ -131,12 +131,11 @@ CASES = [
     Case(TP(tp=2), 2, "L", BIASED),
     *[Case(TP(tp=2), 2, model) for model in ("Lt", "Q", "M", "X", "G")],
     Case(TP(tp=3), 3, "Lt", {**ODD, **BIASED}, 2),
-    *[Case(TP(tp=4), 4, model, FOUR_KV) for model in ("L", "M")],
+    Case(TP(tp=4), 4, "M", FOUR_KV),
     *[Case(EP(ep=2), 2, model) for model in ("M", "G")],
     *[Case(EP(ep=3), 3, model) for model in ("M", "X")],
     Case(EP(ep=2), 4, "M", {}, 2),
-    Case(EP(ep=2), 4, "G"),
-    *[Case(NDParallel(tp=2), 4, model) for model in ("Lt", "Q", "M", "X")],
+    *[Case(NDParallel(tp=2), 4, model) for model in ("M", "X")],
     Case(NDParallel(dp_replicate=2, tp=2), 4, "Q", EVEN_ROWS, 2),
     Case(NDParallel(dp_replicate=2, ep=2), 4, "M", {}, 2),
     Case(NDParallel(tp=2, ep=2), 4, "M"),
@@ -146,15 +145,12 @@ CASES = [
 ND = partial(NDParallel, tp=2, ep=2)
 POLICIES = [
     Case(ND(activation_checkpointing=True), 4, "M", {}, 2),
-    Case(ND(reshard_after_forward=False), 4, "M"),
     Case(ND(defer_reduce=True), 4, "M", {}, 3),
-    Case(ND(precision="bf16-mixed"), 4, "M"),
     Case(ND(precision="bf16-mixed"), 4, "X", {"num_local_experts": 4}),
     Case(TP(tp=2, activation_checkpointing=True), 2, "L"),
     Case(TP(tp=2, precision="bf16"), 2, "X"),
     Case(EP(ep=2, activation_checkpointing=True), 4, "M"),
     Case(EP(ep=2, reshard_after_forward=False, precision="bf16-mixed"), 4, "G"),
-    Case(NDParallel(dp_replicate=2, tp=2, defer_reduce=True), 4, "L", EVEN_ROWS, 2),
 ]
 KEPT = [
     Case(TP(tp=2, precision="bf16"), 2, "M", kept="mlp.gate"),
@@ -169,13 +165,28 @@ TUNED = [
     Case(TP(tp=2), 2, "L", lora=DENSE),
     Case(TP(tp=2, activation_checkpointing=True), 2, "L", lora=DENSE),
     Case(TP(tp=2, activation_checkpointing=True), 2, "L", lora=LAST_BLOCK),
-    Case(NDParallel(tp=2), 4, "L", lora={**DENSE, "modules_to_save": ["lm_head"]}),
     Case(ND(), 4, "M", lora=ATTENTION),
     Case(ND(), 4, "M", lora=OF_EXPERTS),
     Case(EP(ep=2), 4, "M", lora=OF_EXPERTS),
     Case(TP(tp=2), 2, "Q", frozen="mlp"),
+]
+# What each of these shows is shown by another one of fewer ranks, or beside another policy.
+MORE = [
+    Case(TP(tp=4), 4, "L", FOUR_KV),
+    Case(EP(ep=2), 4, "G"),
+    *[Case(NDParallel(tp=2), 4, model) for model in ("Lt", "Q")],
+    Case(ND(reshard_after_forward=False), 4, "M"),
+    Case(ND(precision="bf16-mixed"), 4, "M"),
+    Case(NDParallel(dp_replicate=2, tp=2, defer_reduce=True), 4, "L", EVEN_ROWS, 2),
+    Case(NDParallel(tp=2), 4, "L", lora={**DENSE, "modules_to_save": ["lm_head"]}),
     Case(ND(), 4, "M", frozen="embed_tokens"),
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_so_are_those_of_more_ranks_and_policies(pools, case):
+    check(pools(case.ranks), case)
 
 
 @pytest.mark.parametrize("case", [*CASES, *POLICIES, *KEPT, *TUNED], ids=str)
