@@ -57,7 +57,7 @@ class Verification:
         lines = [f"{self.path}{kind}: {self.verdict}"]
         lines += [f"  problem  {problem}" for problem in self.problems]
         lines += [f"  note     {note}" for note in self.notes]
-        if not self.problems:
+        if not self.problems and self.bytes_read:
             lines.append(f"  checksums of {self.bytes_read:,} bytes agree")
         return "\n".join(lines)
 
