@@ -18,8 +18,6 @@ settings.load_profile("distft")
 
 # A test takes seconds; on a busy machine a rank needs minutes to load PEFT alone.
 TIMEOUT = 600.0
-# A rank alone in a save gives up after 5 s here, not after a minute.
-RANK_ENVIRONMENT = {"DISTFT_RENDEZVOUS_TIMEOUT": "5"}
 
 
 # What pytest, torch and DeepSpeed set when they run or are first imported, and what keeps
@@ -39,7 +37,7 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
 
     def pool(world_size: int) -> WorkerPool:
         if world_size not in started:
-            started[world_size] = WorkerPool(world_size, timeout=TIMEOUT, env=RANK_ENVIRONMENT)
+            started[world_size] = WorkerPool(world_size, timeout=TIMEOUT)
         return started[world_size]
 
     yield pool

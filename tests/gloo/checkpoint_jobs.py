@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import LlamaForCausalLM
 
 import distft
 from distft import FSDP2
+from distft.process_group import RENDEZVOUS_TIMEOUT_VARIABLE
 from distft.testing import tiny_batches, tiny_model
 
 ODD_SIZES = {
@@ -244,10 +246,11 @@ def call_on_one_rank(
     if dist.get_rank() == caller:
         start = time.monotonic()
         try:
-            if call == "save":
-                strategy.save(path, model, optimizer, step=1)
-            else:
-                strategy.load(path, model, optimizer)
+            with patch.dict(os.environ, {RENDEZVOUS_TIMEOUT_VARIABLE: "5"}):
+                if call == "save":
+                    strategy.save(path, model, optimizer, step=1)
+                else:
+                    strategy.load(path, model, optimizer)
         except Exception as error:
             kind, text = type(error), str(error)
         seconds = time.monotonic() - start

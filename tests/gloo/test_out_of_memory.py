@@ -165,7 +165,7 @@ def test_where_the_allocator_of_the_host_really_fails_the_parts_are_counted(tmp_
     if call == "load_model":
         tiny_model("L", **LARGE).save_pretrained(tmp_path)
     # The limit is a process's, so it gets one of its own.
-    with WorkerPool(1, timeout=60) as own:
+    with WorkerPool(1, timeout=300) as own:
         [(phase, asked, text)] = own.run(job_limited, call, tmp_path)
     assert phase == call
     assert f"you tried to allocate {asked} bytes" in text
@@ -200,6 +200,6 @@ def job_cut(strategy, folder, at):
 
 def test_a_file_cut_while_zero3_reads_it_is_the_same_error_on_every_rank(pools, tmp_path):
     tiny_model("L").save_pretrained(tmp_path)
-    answers = pools(2).run(job_cut, ZeRO3(), tmp_path, 5, timeout=60)
+    answers = pools(2).run(job_cut, ZeRO3(), tmp_path, 5, timeout=300)
     assert f"{tmp_path / SINGLE} ended at byte" in answers[0]
     assert answers[0].removesuffix(" (on rank 0)") == answers[1].removesuffix(" (on rank 0)")

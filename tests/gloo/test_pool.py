@@ -43,7 +43,7 @@ def end_the_process():
 
 
 def test_ranks_return_in_order_and_live_on_between_runs():
-    with WorkerPool(2, timeout=60) as pool:
+    with WorkerPool(2, timeout=300) as pool:
         first = pool.run(rank_and_sum)
         second = pool.run(rank_and_sum)
     assert [answer[:2] for answer in first] == [(0, 3.0), (1, 3.0)]
@@ -58,7 +58,7 @@ def make_groups(number):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_new_ranks_take_over_where_groups_have_piled_up():
-    with WorkerPool(2, timeout=60, max_threads=20) as pool:
+    with WorkerPool(2, timeout=300, max_threads=20) as pool:
         processes = [pool.run(make_groups, 3)[0] for _ in range(5)]
     # 4 threads, and 3 more for each group: 13 after the first run, 22 after the second.
     assert [processes.index(each) for each in processes] == [0, 0, 2, 2, 4]
@@ -72,7 +72,7 @@ def test_an_error_on_one_rank_comes_back_with_its_traceback(pools):
 
 
 def test_ranks_left_waiting_by_an_error_are_ended_and_new_ones_start():
-    with WorkerPool(2, timeout=60) as pool:
+    with WorkerPool(2, timeout=300) as pool:
         before = pool.run(rank_and_sum)[0][2]
         with pytest.raises(RanksFailed, match=r"(?s)says no.*Ranks \[0\] did not come back"):
             pool.run(fail_on_rank_1_while_others_wait)
@@ -82,17 +82,17 @@ def test_ranks_left_waiting_by_an_error_are_ended_and_new_ones_start():
 
 
 def test_a_hang_ends_in_time_with_the_stack_of_every_rank():
-    with WorkerPool(2, timeout=60) as pool:
+    with WorkerPool(2, timeout=300) as pool:
         pool.run(rank_and_sum)
         started = time.monotonic()
         with pytest.raises(RanksTimedOut, match=r"(?s)1 of 2 ranks.*rank 0.*wait_for_nobody"):
             pool.run(wait_for_nobody, timeout=3)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 120
         assert pool.run(rank_and_sum)[1][1] == 3.0
 
 
 def test_a_process_that_ends_is_reported():
-    with WorkerPool(2, timeout=60) as pool:
+    with WorkerPool(2, timeout=300) as pool:
         with pytest.raises(RanksFailed, match="process ended"):
             pool.run(end_the_process)
         assert pool.run(rank_and_sum)[0][1] == 3.0

@@ -6,13 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import distft
-from distft.process_group import from_rank0, raise_together, rendezvous, together
+from distft.process_group import (
+    RENDEZVOUS_TIMEOUT_VARIABLE,
+    from_rank0,
+    raise_together,
+    rendezvous,
+    together,
+)
 
 ALONE = """
 import torch, distft
@@ -132,7 +139,8 @@ def test_rank_0s_value_reaches_all(pools):
 def come_alone_then_together():
     if dist.get_rank() == 0:
         try:
-            rendezvous("a test")
+            with patch.dict(os.environ, {RENDEZVOUS_TIMEOUT_VARIABLE: "5"}):
+                rendezvous("a test")
         except RuntimeError as error:
             text = str(error)
     else:
@@ -154,7 +162,8 @@ def come_with_one_missing():
         text = ""
     else:
         try:
-            rendezvous("a second test")
+            with patch.dict(os.environ, {RENDEZVOUS_TIMEOUT_VARIABLE: "10"}):
+                rendezvous("a second test")
         except RuntimeError as error:
             text = str(error)
     dist.barrier()
