@@ -169,11 +169,20 @@ def load_by_deepspeed(strategy: Any, recipe: Recipe, folder: Path, steps: int) -
     }
 
 
-def load_and_save(strategy: Any, recipe: Recipe, path: Path, out: Path) -> None:
-    """Load into a model of another seed and save the same step again."""
+def save_and_step(strategy: Any, recipe: Recipe, path: Path) -> float:
+    """Train a step, save, and return the next step's loss."""
+    model, optimizer = recipe.apply(strategy)
+    recipe.step(strategy, model, optimizer, 0)
+    strategy.save(path, model, optimizer, step=1)
+    return recipe.step(strategy, model, optimizer, 1)
+
+
+def load_and_save(strategy: Any, recipe: Recipe, path: Path, out: Path) -> float:
+    """Load into a model of another seed, save the same step again, return the next one's loss."""
     model, optimizer = recipe.reseeded().apply(strategy)
     state = strategy.load(path, model, optimizer)
     strategy.save(out, model, optimizer, step=state.step)
+    return recipe.step(strategy, model, optimizer, state.step)
 
 
 def train_on(strategy: Any, recipe: Recipe, steps: int) -> dict[str, Any]:

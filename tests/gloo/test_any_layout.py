@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import distft
-from distft import DDP, FSDP2, HSDP, TP, ZeRO1, ZeRO2, ZeRO3
+from distft import DDP, EP, FSDP2, HSDP, TP, NDParallel, ZeRO1, ZeRO2, ZeRO3
 from tests.gloo.checkpoint_jobs import (
     Recipe,
     load_and_save,
     load_and_step,
     load_by_deepspeed,
+    save_and_step,
     train_and_save,
     train_on,
 )
@@ -25,6 +26,22 @@ PAIRS = [
     ((DDP(), 2), (ZeRO1(), 3)),
     ((HSDP(dp_replicate=2), 4), (ZeRO3(), 2)),
 ]
+WORLDS = [
+    (DDP(), 2),
+    (ZeRO1(), 3),
+    (ZeRO2(), 2),
+    (ZeRO3(), 3),
+    (FSDP2(), 3),
+    (HSDP(dp_replicate=2), 4),
+    (TP(tp=2), 2),
+    (EP(ep=3), 3),
+    (EP(ep=2), 4),
+    (NDParallel(tp=2), 4),
+    (NDParallel(dp_replicate=2, tp=2), 4),
+    (NDParallel(tp=2, ep=2), 4),
+]
+# Layers and experts that a rank of two axes holds in parts, from and into flat vectors.
+QUICK = {(3, 11), (11, 1), (8, 2)}
 
 
 def assert_goes_on(found, expected):
@@ -87,3 +104,40 @@ def test_deepspeeds_own_engine_resumes_a_resharded_run(
     out = distft.reshard(tmp_path / "saved", tmp_path / "out", strategy, ranks)
     found = pools(ranks).run(load_by_deepspeed, strategy, Recipe(), out / "deepspeed", STEPS)[0]
     assert_goes_on(found, never_stopped[False])
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """Return the folder that a world wrote of a model with experts, and the next step's loss."""
+    made = {}
+
+    def write(world):
+        if world not in made:
+            strategy, ranks = WORLDS[world]
+            path = tmp_path_factory.mktemp("saved") / "checkpoint"
+            made[world] = path, pools(ranks).run(save_and_step, strategy, Recipe("M"), path)[0]
+        return made[world]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(
+            source,
+            target,
+            id=f"{WORLDS[source][0]}@{WORLDS[source][1]}-{WORLDS[target][0]}@{WORLDS[target][1]}",
+            marks=() if (source, target) in QUICK else pytest.mark.slow,
+        )
+        for source in range(len(WORLDS))
+        for target in range(len(WORLDS))
+    ],
+)
+def test_every_world_loads_what_every_other_saved(pools, saved, tmp_path, source, target):
+    path, expected = saved(source)
+    strategy, ranks = WORLDS[target]
+    losses = pools(ranks).run(load_and_save, strategy, Recipe("M"), path, tmp_path / "again")
+    assert losses == pytest.approx([expected] * ranks, rel=1e-6)
+    found = distft.diff(path, tmp_path / "again")
+    assert found.same, str(found)
