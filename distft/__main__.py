@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_diff(commands)
     _add_verify(commands)
     _add_inspect(commands)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -52,7 +54,7 @@ def _add_consolidate(commands: Any) -> None:
         "--exclude-frozen", action="store_true", help="leave out what was not trained"
     )
     command.add_argument("--config", help="config.json of the model, or a folder with one")
-    _add_common(command)
+    _add_max_ram(command)
     command.set_defaults(run=_consolidate)
 
 
@@ -67,7 +69,7 @@ def _add_reshard(commands: Any) -> None:
     command.add_argument("out", help="new folder")
     command.add_argument("--strategy", required=True, help="name of the strategy that goes on")
     command.add_argument("--world-size", type=int, required=True, help="ranks that go on")
-    _add_common(command)
+    _add_max_ram(command)
     command.set_defaults(run=_reshard)
 
 
@@ -79,7 +81,6 @@ def _add_diff(commands: Any) -> None:
     )
     command.add_argument("first", help="a checkpoint")
     command.add_argument("second", help="another one")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=_diff)
 
 
@@ -96,20 +97,17 @@ def _add_verify(commands: Any) -> None:
         choices=("consistent", "proven"),
         help="exit with 1 below it; default consistent",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=_verify)
 
 
 def _add_inspect(commands: Any) -> None:
     command = commands.add_parser("inspect", help="say what a checkpoint of any format holds")
     command.add_argument("path", help="a checkpoint, a run's root, or one file of weights")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=_inspect)
 
 
-def _add_common(command: Any) -> None:
+def _add_max_ram(command: Any) -> None:
     command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _consolidate(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distft.checkpoint.copy import Budget, Output, check_disk, copy_outputs
+from distft.checkpoint.copy import Budget, Output, check_disk, copy_outputs, make_files
 from distft.checkpoint.shards import ITEM_BYTES
 from distft.checkpoint.writers.pickled import Pickled, Stored
 
@@ -111,10 +111,7 @@ class Archives:
         """
         budget = Budget.within(max_ram, sum(len(data) for *_, data in self.fixed))
         check_disk(folder, self.num_bytes)
-        for name, size in self.sizes.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / name).open("xb") as opened:
-                opened.truncate(size)
+        make_files(folder, self.sizes, {})
         _write_all(folder, self.fixed)
         sums = copy_outputs(root, folder, self.outputs, budget, advance, checksums=True)
         _write_all(
