@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def _consolidate(options: argparse.Namespace) -> int:
             config=options.config,
             advance=advance,
         )
-    return _wrote(options, out, "weights", ".safetensors")
+    return _wrote(options, out, "weights", "*.safetensors")
 
 
 def _reshard(options: argparse.Namespace) -> int:
@@ -140,7 +141,8 @@ def _reshard(options: argparse.Namespace) -> int:
             options.max_ram,
             advance,
         )
-    return _wrote(options, out, "state", ".distcp")
+    # The tensors of either layout; beside them lie config, tokenizer and random states.
+    return _wrote(options, out, "state", "dcp/*", "deepspeed/*")
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -166,7 +168,7 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _wrote(options: argparse.Namespace, out: Path, what: str, suffix: str) -> int:
+def _wrote(options: argparse.Namespace, out: Path, what: str, *patterns: str) -> int:
     """Say what a folder holds now, and the highest memory of this process."""
     from distft.checkpoint.memory import peak_bytes
 
@@ -175,7 +177,11 @@ def _wrote(options: argparse.Namespace, out: Path, what: str, suffix: str) -> in
         for file in sorted(out.rglob("*"))
         if file.is_file()
     }
-    num_bytes = sum(size for name, size in sizes.items() if name.endswith(suffix))
+    num_bytes = sum(
+        size
+        for name, size in sizes.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
     peak = peak_bytes()
     if options.json:
         fields = {"out": str(out), "weight_bytes": num_bytes, "peak_bytes": peak, "files": sizes}

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distft.formulas.architectures import expert_numbers
-
 # Set on a module.
 _MARK = "_distft_kept"
 
@@ -227,6 +225,9 @@ def _modules_of(model: Any, by_class: set[str], by_user: set[str]) -> dict[str, 
 
 def _makes_logits(model: Any, module: Any) -> bool:
     """Return whether a module is the head, or has one row of weights for each expert."""
+    # Not at the top: converting a checkpoint needs the names above and no formula.
+    from distft.formulas.architectures import expert_numbers
+
     head = getattr(model, "get_output_embeddings", lambda: None)()
     num_experts, _ = expert_numbers(getattr(model, "config", None))
     weight = module._parameters.get("weight")

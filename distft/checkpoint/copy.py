@@ -20,7 +20,7 @@ BUFFER_BYTES = 2 << 20
 # Less than this spends its time on calls.
 _SMALLEST_BUFFER = 1 << 16
 # Beyond two threads a local disk is not faster; a network file system is.
-_THREADS = max(1, min(4, os.cpu_count() or 1))
+THREADS = max(1, min(4, os.cpu_count() or 1))
 # What one thread copies at a time, so that threads end together and files grow in order.
 _SEGMENT_BYTES = 64 << 20
 # What the interpreter and temporaries of a cast take beside the buffers, for each thread.
@@ -82,7 +82,7 @@ class Budget:
 
         Collective: none.
         """
-        for threads in range(_THREADS, 0, -1):
+        for threads in range(THREADS, 0, -1):
             room = (max_ram - held) // threads - _THREAD_BYTES
             if room >= NUM_BUFFERS * (BUFFER_BYTES if threads > 1 else _SMALLEST_BUFFER):
                 return cls(threads, min(BUFFER_BYTES, room // NUM_BUFFERS) // 16 * 16)

@@ -6,10 +6,12 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from distft.checkpoint.copy import THREADS
 from distft.checkpoint.folder import (
     DCP,
     LAYOUTS,
@@ -261,4 +263,7 @@ def _manifest(source: Source, strategy: Target, mesh: Mesh, made: Path) -> Manif
 
 def _describe(made: Path) -> Mapping[str, SavedFile]:
     members = sorted(path for path in made.rglob("*") if path.is_file())
-    return {path.relative_to(made).as_posix(): describe_file(path) for path in members}
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = pool.map(describe_file, members)
+        names = [path.relative_to(made).as_posix() for path in members]
+        return dict(zip(names, found, strict=True))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distft.__main__ import main
 from distft.checkpoint.consolidation import consolidate
 from distft.checkpoint.difference import diff
 from distft.checkpoint.readers import read_map
@@ -323,6 +324,15 @@ def test_a_reshard_writes_over_nothing_and_rounds_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"lies inside the checkpoint"):
         reshard_checkpoint(source, tmp_path / "zero" / "in", Sharded(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["used", "zero"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_the_command_line_says_how_much_state_it_wrote(tmp_path, capsys, strategy):
+    expected = write_zero3(tmp_path / "zero", 2)
+    paths = [str(tmp_path / "zero"), str(tmp_path / "out")]
+    assert main(["reshard", *paths, "--strategy", strategy, "--world-size", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["weight_bytes"] > sum(array.nbytes for array in expected.values())
 
 
 def test_a_checkpoint_without_an_optimizer_is_refused(tmp_path):
