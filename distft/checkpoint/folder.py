@@ -14,7 +14,9 @@ from typing import Any
 from distft.mesh import DENSE_AXES
 
 MANIFEST = "distft.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Files had CRC-32 in the first.
+_READABLE = (1, FORMAT_VERSION)
 DCP, DEEPSPEED = "dcp", "deepspeed"
 LAYOUTS = (DCP, DEEPSPEED)
 STATE_FILE = "state.pt"
@@ -27,10 +29,28 @@ NUMBERED = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
 
 @dataclass(frozen=True)
 class SavedFile:
-    """Size in bytes and CRC-32 of one file of a checkpoint."""
+    """Size in bytes and checksum of one file of a checkpoint.
+
+    Attributes:
+        size: Bytes.
+        xxh3: XXH3 of 64 bits, 16 hexadecimal digits; "" in saves of before.
+        crc32: CRC-32 in saves of before, else None.
+    """
 
     size: int
-    crc32: int
+    xxh3: str = ""
+    crc32: int | None = None
+
+    @property
+    def checksum(self) -> str:
+        """The checksum with its name."""
+        if self.crc32 is not None:
+            return f"CRC-32 {self.crc32:08x}"
+        return f"XXH3 {self.xxh3}"
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return what the manifest says of the file."""
+        return {key: value for key, value in asdict(self).items() if value not in ("", None)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of ``distft.json``, whose own checksum stands at its end."""
-        fields = {"format_version": FORMAT_VERSION, **asdict(self)}
+        files = {name: saved.to_fields() for name, saved in self.files.items()}
+        fields = {"format_version": FORMAT_VERSION, **asdict(self), "files": files}
         return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1)
 
 
@@ -87,17 +108,27 @@ def _checksum(fields: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields).encode())
 
 
-def describe_file(path: Path) -> SavedFile:
-    """Return size and CRC-32 of a file, read in pieces of 4 MiB.
+def describe_file(path: Path, by_crc32: bool = False) -> SavedFile:
+    """Return size and checksum of a file, read in pieces of 1 MiB.
+
+    Args:
+        path: The file.
+        by_crc32: Whether it is to be compared with a save of before, which has CRC-32.
 
     Collective: none.
     """
-    crc, size = 0, 0
-    with path.open("rb") as file:
-        while piece := file.read(4 << 20):
-            crc = zlib.crc32(piece, crc)
-            size += len(piece)
-    return SavedFile(size, crc)
+    from xxhash import xxh3_64
+
+    crc, size, hashed = 0, 0, xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(1 << 20))
+        while got := file.readinto(buffer):
+            if by_crc32:
+                crc = zlib.crc32(buffer[:got], crc)
+            else:
+                hashed.update(buffer[:got])
+            size += got
+    return SavedFile(size, crc32=crc) if by_crc32 else SavedFile(size, hashed.hexdigest())
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -122,10 +153,10 @@ def read_manifest(path: Path) -> Manifest:
         said = fields.pop(_CHECKSUM, None)
         now = _checksum(fields)
         version = fields.pop("format_version")
-        if version == FORMAT_VERSION and said not in (None, now):
+        if version in _READABLE and said not in (None, now):
             raise ValueError(f"its checksum is {now}, and it says {said}")
         # A later format may have other fields, so its version is looked at before them.
-        manifest = _manifest(fields) if version == FORMAT_VERSION else None
+        manifest = _manifest(fields) if version in _READABLE else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a whole manifest: {error}. Use another checkpoint.") from (
             error

@@ -242,7 +242,7 @@ def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) ->
 
 
 def _describe_files(folder: Path) -> dict[str, SavedFile]:
-    """Return size and CRC of every file, each rank reading its share."""
+    """Return size and checksum of every file, each rank reading its share."""
     import torch.distributed as dist
 
     found: dict[str, SavedFile] = {}

@@ -165,11 +165,9 @@ def _check_manifest(root: Path) -> _Checksums:
     manifest = read_manifest(root)
     problems = []
     for name, saved in manifest.files.items():
-        now = describe_file(root / name)
+        now = describe_file(root / name, by_crc32=saved.crc32 is not None)
         if now != saved:
-            problems.append(
-                f"{name} has the CRC-32 {now.crc32:08x}, and {MANIFEST} says {saved.crc32:08x}"
-            )
+            problems.append(f"{name} has the {now.checksum}, and {MANIFEST} says {saved.checksum}")
     state = root / manifest.layout
     for file in sorted(state.rglob("*")):
         name = file.relative_to(root).as_posix()

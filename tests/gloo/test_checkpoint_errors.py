@@ -155,13 +155,13 @@ def test_a_manifest_that_is_missing_cut_or_of_a_later_format_is_refused(pools, s
     (tmp_path / "missing" / MANIFEST).unlink()
     text = (tmp_path / "cut" / MANIFEST).read_text()
     (tmp_path / "cut" / MANIFEST).write_text(text[: len(text) // 2])
-    fields = {**json.loads(text), "format_version": 2}
+    fields = {**json.loads(text), "format_version": 3}
     (tmp_path / "later" / MANIFEST).write_text(json.dumps(fields))
     paths = [tmp_path / name for name in ("missing", "cut", "later")]
     patterns = (
         "No checkpoint at .*missing",
         r"cut/distft\.json is not a whole manifest: .*line \d+.*Use another checkpoint",
-        r"later/distft\.json has format 2, and this version reads 1\. Upgrade distft",
+        r"later/distft\.json has format 3, and this version reads 2\. Upgrade distft",
     )
     check(refused(pools, FSDP2(), [Call("load", path) for path in paths]), *patterns)
     for path, pattern in zip(paths, patterns, strict=True):

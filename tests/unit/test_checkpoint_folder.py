@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_hexdigest
 
 import distft
 from distft.checkpoint.folder import (
     DCP,
+    FORMAT_VERSION,
     MANIFEST,
     Manifest,
     SavedFile,
@@ -18,6 +20,7 @@ from distft.checkpoint.folder import (
     is_complete,
     read_manifest,
 )
+from distft.checkpoint.verify import _check_manifest
 
 
 def write_checkpoint(path: Path, step: int) -> Path:
@@ -53,8 +56,30 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path):
     assert manifest.step == 4
     assert manifest.world_size == 6
     assert manifest.extra == {"note": [1, None, "x"]}
+    assert manifest.files == {"dcp/shard": SavedFile(9, xxh3_64_hexdigest(b"123456789"))}
+
+
+def test_the_checksum_is_xxh3_of_64_bits_in_hexadecimal(tmp_path):
+    (tmp_path / "empty").touch()
+    # The published value of no bytes.
+    assert describe_file(tmp_path / "empty") == SavedFile(0, "2d06800538d394c2")
+
+
+def test_a_save_of_before_with_crc_32_is_read_and_verified(tmp_path):
+    path = write_checkpoint(tmp_path / "saved", 4)
     # The check value of CRC-32 for these nine bytes.
-    assert manifest.files == {"dcp/shard": SavedFile(9, 0xCBF43926)}
+    change_manifest(
+        path,
+        format_version=1,
+        files={"dcp/shard": {"size": 9, "crc32": 0xCBF43926}},
+        manifest_crc32=None,
+    )
+    assert read_manifest(path).files == {"dcp/shard": SavedFile(9, crc32=0xCBF43926)}
+    assert _check_manifest(path).problems == []
+    (path / DCP / "shard").write_bytes(b"123456788")
+    assert _check_manifest(path).problems == [
+        "dcp/shard has the CRC-32 bcf309b0, and distft.json says CRC-32 cbf43926"
+    ]
 
 
 def test_step_10_is_later_than_step_9(tmp_path):
@@ -74,7 +99,7 @@ def test_incomplete_folders_are_not_the_latest(tmp_path):
     (write_checkpoint(tmp_path / "step-2", 2) / DCP / "shard").unlink()
     (write_checkpoint(tmp_path / "step-3", 3) / DCP / "shard").write_bytes(b"1234")
     (write_checkpoint(tmp_path / "step-4", 4) / MANIFEST).unlink()
-    change_manifest(write_checkpoint(tmp_path / "step-5", 5), format_version=2)
+    change_manifest(write_checkpoint(tmp_path / "step-5", 5), format_version=FORMAT_VERSION + 1)
     (write_checkpoint(tmp_path / "step-6", 6) / MANIFEST).write_text('{"format_version": 1,')
     assert distft.latest(tmp_path) == tmp_path / "step-1"
 
@@ -135,7 +160,7 @@ def test_a_manifest_that_is_no_text_is_refused(tmp_path):
 def test_a_later_format_asks_for_an_upgrade_whatever_its_fields(tmp_path):
     path = write_checkpoint(tmp_path / "saved", 1)
     change_manifest(path, format_version=7, files=["of another kind"], more=1)
-    with pytest.raises(ValueError, match=r"has format 7, and this version reads 1\. Upgrade"):
+    with pytest.raises(ValueError, match=r"has format 7, and this version reads 2\. Upgrade"):
         read_manifest(path)
 
 
