@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from distft.strategies.zero import ZeRO1 as ZeRO1
     from distft.strategies.zero import ZeRO2 as ZeRO2
     from distft.strategies.zero import ZeRO3 as ZeRO3
+    from distft.topology.cluster import Cluster as Cluster
     from distft.training.evaluation import EvalResult as EvalResult
     from distft.training.experts import ExpertLoad as ExpertLoad
     from distft.training.step import StepResult as StepResult
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Adoption": "distft.checkpoint.adopt",
+    "Cluster": "distft.topology.cluster",
     "DDP": "distft.strategies.ddp",
     "EP": "distft.strategies.parallel",
     "EvalResult": "distft.training.evaluation",
@@ -76,7 +78,7 @@ _HOMES = {
     "unwrap": "distft.training.wrappers",
     "verify": "distft.checkpoint.verify",
 }
-_SUBMODULES = ("formulas", "measure", "testing")
+_SUBMODULES = ("formulas", "measure", "testing", "topology")
 
 __all__ = [*sorted(_HOMES), *_SUBMODULES]
 

@@ -10,10 +10,12 @@ import pytest
 
 import distft.formulas
 import distft.spec
+import distft.topology
 
 MODULES = [
     "distft.spec",
     "distft.testing.simulate",
+    *(f"distft.topology.{info.name}" for info in pkgutil.iter_modules(distft.topology.__path__)),
     *(f"distft.formulas.{info.name}" for info in pkgutil.iter_modules(distft.formulas.__path__)),
 ]
 

@@ -1,0 +1,69 @@
+"""What a user should know of the wires of a node: broken bridges, unlike ones, missing ones."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from distft.topology.gpus import Gpu
+from distft.topology.wiring import Wiring
+
+
+def wiring_warnings(wiring: Wiring, gpu: Gpu | None) -> list[str]:
+    """Return one sentence for each thing that does not fit, with counts."""
+    return [
+        *_too_many(wiring, gpu),
+        *_fewer_links(wiring),
+        *_left_out(wiring),
+        *_ambiguous(wiring, gpu),
+    ]
+
+
+def _too_many(wiring: Wiring, gpu: Gpu | None) -> list[str]:
+    shown = max((wiring.nvlinks(*pair) for pair in combinations(wiring.table.gpus, 2)), default=0)
+    if gpu is None or shown <= gpu.nvlinks:
+        return []
+    return [f"The table shows {shown} NVLinks between two GPUs, but {gpu.name} has {gpu.nvlinks}."]
+
+
+def _fewer_links(wiring: Wiring) -> list[str]:
+    """Name GPUs with fewer links than others have in groups of the same size."""
+    degrees = {
+        gpu: (len(group), wiring.degree(gpu, group)) for group in wiring.groups for gpu in group
+    }
+    most = {
+        size: max(links for other, links in degrees.values() if other == size)
+        for size, _ in degrees.values()
+    }
+    found = []
+    for group in wiring.groups:
+        fewer = [gpu for gpu in group if degrees[gpu][1] < most[len(group)]]
+        if fewer:
+            found.append(
+                f"GPUs {', '.join(map(str, fewer))} have {min(degrees[gpu][1] for gpu in fewer)} "
+                f"NVLinks to their group where others have {most[len(group)]}: a bridge or a link "
+                "is down, or of another kind. Collectives fall to the slowest."
+            )
+    return found
+
+
+def _left_out(wiring: Wiring) -> list[str]:
+    joined = {gpu for group in wiring.groups for gpu in group}
+    alone = [gpu for gpu in wiring.table.gpus if gpu not in joined]
+    if not joined or not alone:
+        return []
+    return [
+        f"{len(alone)} of {len(wiring.table.gpus)} GPUs have no NVLink while others do: "
+        f"{', '.join(map(str, alone))}."
+    ]
+
+
+def _ambiguous(wiring: Wiring, gpu: Gpu | None) -> list[str]:
+    """Say where a table cannot tell a bridge from two GPUs of a switch."""
+    gpus = wiring.table.gpus
+    chip = gpu.nvlinks if gpu else 0
+    if len(gpus) != 2 or not wiring.groups or wiring.nvlinks(*gpus) != (chip or 18):
+        return []
+    return [
+        "The two GPUs share all links of a card: a bridge, or a part of a switch's node. "
+        "They are taken for a pair at full speed."
+    ]
