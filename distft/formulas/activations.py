@@ -17,6 +17,8 @@ from distft.formulas.split_rules import (
     is_spread,
     module_style,
     plain_name,
+    split_dim,
+    stores_outputs_first,
     style_of,
 )
 from distft.formulas.visits import Work
@@ -108,6 +110,7 @@ class Split:
         if style == SHARED_EXPERTS:
             yield Sent("all_reduce", "tp", row * _hidden(own), "activations", False, block)
             yield from self._sums_of_gradients("tp", work, own)
+            yield from self._sums_of_factors(work, block)
             return
         moved = _moved(style, matrix.shape, tp)
         if moved is None:
@@ -170,6 +173,15 @@ class Split:
             payload = weights * self._routing_bytes(work, element)
             yield Sent("all_reduce", axis, payload, "gradients of routing", True, matrix.unit)
 
+    def _sums_of_factors(self, work: Work, block: str) -> Iterator[Sent]:
+        """Yield the sums of whole factors of adapters, of whose weight each rank has a part."""
+        inside = f"{plain_name(work.path)}.lora_"
+        mine = [t for t in self.tensors if t.trainable and plain_name(t.name).startswith(inside)]
+        for tensor in mine:
+            if split_dim(self.style_of(tensor), 2) is None:
+                payload = tensor.numel * self._element(tensor)
+                yield Sent("all_reduce", "tp", payload, "gradients of factors", True, block)
+
     def _element(self, matrix: Named) -> int:
         """Return the bytes of one number that a module computes with."""
         return bytes_of_tensor(matrix, self.precision).gathered
@@ -194,12 +206,9 @@ def _matrix(own: Sequence[Named]) -> Named:
 
 
 def _hidden(own: Sequence[Named]) -> int:
-    """Return the width of hidden states, from (experts, out, in) and (experts, in, out) alike.
-
-    What goes in first comes out last.
-    """
-    first, *_, last = [tensor.shape for tensor in own if len(tensor.shape) == 3] * 2
-    return first[2] if first[2] == last[1] else first[1]
+    """Return the width of hidden states, from (experts, out, in) and (experts, in, out) alike."""
+    experts = [tensor.shape for tensor in own if len(tensor.shape) == 3]
+    return experts[0][2 if stores_outputs_first(experts) else 1]
 
 
 # An op, and the width of the rows that it moves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,6 +111,9 @@ def style_of(name: str, rules: Rules) -> str | None:
     'colwise'
     >>> style_of("base_model.model.lm_head.lora_A.default.weight", TENSOR_RULES)
     """
+    # What `with_factors` says has the whole name: several adapters have one plain name.
+    if generic_name(name) in rules:
+        return rules[generic_name(name)]
     generic = generic_name(plain_name(name))
     factor = _FACTOR.fullmatch(generic)
     if factor is None:
@@ -122,29 +125,56 @@ def style_of(name: str, rules: Rules) -> str | None:
     return style if style in (COLUMNS if side == "A" else ROWS) else None
 
 
-def check_counted(names: Iterable[str], rules: Rules) -> None:
-    """Raise where the costs of an adapter are not counted: on experts that are split over `tp`.
+def with_factors(tensors: Sequence[Named], rules: Rules) -> Rules:
+    """Return rules that also say how adapters lie on experts that are split over `tp`.
 
-    Its factors lie with the weight that they adapt, and their names do not say which one it is.
-
-    Raises:
-        ValueError: How many there are, and what to do.
+    B of (out, rank * experts) has the rows, or A of (experts * rank, in) the columns, of the rank's
+    part of the weight; the other factor is whole. Both factors' shapes say which weight they adapt:
+    gate and up have (2 i, h) where down has (h, i), which no two widths make the same.
 
     Collective: none.
 
-    >>> check_counted(["model.layers.0.mlp.experts.lora_A.default.weight"], {})
+    >>> with_factors([], TENSOR_RULES) == TENSOR_RULES
+    True
     """
-    found = []
-    for name in names:
-        factor = _FACTOR.fullmatch(generic_name(plain_name(name)))
+    layers: dict[str, list[Named]] = {}
+    factors: dict[str, dict[str, Named]] = {}
+    for tensor in tensors:
+        name = generic_name(plain_name(tensor.name))
+        layer = name.rpartition(".")[0]
+        factor = _FACTOR.fullmatch(name)
         if factor is not None and rules.get(factor.group(1)) == SHARED_EXPERTS:
-            found.append(name)
-    if found:
-        raise ValueError(
-            f"memory() and traffic() do not count {len(found)} factors of adapters on experts that "
-            f"are split over tp, such as {found[0]}. Spread the experts with ep, or measure with "
-            "distft.measure."
-        )
+            wrapper = generic_name(tensor.name).rpartition(f".lora_{factor.group(2)}.")[0]
+            factors.setdefault(wrapper, {})[factor.group(2)] = tensor
+        elif rules.get(layer) == SHARED_EXPERTS and name in rules:
+            layers.setdefault(layer, []).append(tensor)
+    found = dict(rules)
+    for wrapper, pair in factors.items():
+        weights = layers[plain_name(wrapper)]
+        widths = pair["B"].shape[0], pair["A"].shape[1]
+        outputs = 1 if stores_outputs_first([weight.shape for weight in weights]) else 2
+        for weight in weights:
+            style = style_of(weight.name, rules)
+            dim = split_dim(style, 3)
+            if dim is None or widths != (weight.shape[outputs], weight.shape[3 - outputs]):
+                continue
+            packed = "packed_" if style in PACKED else ""
+            side, split = ("B", "colwise") if dim == outputs else ("A", "rowwise")
+            found[generic_name(pair[side].name)] = packed + split
+    return found
+
+
+def stores_outputs_first(experts: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether experts are (experts, out, in) rather than (experts, in, out).
+
+    What goes into the first of their weights comes out of the last.
+
+    Collective: none.
+
+    >>> stores_outputs_first([(4, 64, 32), (4, 32, 32)]), stores_outputs_first([(4, 32, 64)] * 2)
+    (True, False)
+    """
+    return experts[0][2] == experts[-1][1]
 
 
 def module_style(path: str, rules: Rules) -> str | None:

@@ -25,7 +25,7 @@ from distft.formulas import (
     sharded_memory,
     sharded_traffic,
 )
-from distft.formulas.split_rules import check_counted
+from distft.formulas.split_rules import Rules, with_factors
 from distft.kept import modules_in_fp32
 from distft.mesh import DENSE_AXES, Mesh, check_degree, resolve_axes
 from distft.peft import base_model
@@ -293,11 +293,10 @@ class Sharded(Strategy):
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
         if mesh.tp * mesh.ep > 1:
-            self._check_counted(spec, mesh)
             return parallel_memory(
                 spec.tensors,
                 {axis: getattr(mesh, axis) for axis in (*DENSE_AXES, "ep")},
-                merge_rules(*spec.rules, self._rules()),
+                self._split_rules(spec, mesh),
                 self.precision,
                 load.optimizer,
                 self.reshard_after_forward,
@@ -314,19 +313,21 @@ class Sharded(Strategy):
             self.offload,
         )
 
-    def _check_counted(self, spec: ModelSpec, mesh: Mesh) -> None:
-        if mesh.ep == 1:
-            rules, _ = merge_rules(*spec.rules, self._rules())
-            check_counted((tensor.name for tensor in spec.tensors), rules)
+    def _split_rules(self, spec: ModelSpec, mesh: Mesh) -> tuple[Rules, Rules]:
+        """Return the model's rules with this strategy's, adapters on split experts included."""
+        tensor_rules, expert_rules = merge_rules(*spec.rules, self._rules())
+        # Those of spread experts lie expert by expert, which their own rules say.
+        if mesh.ep > 1:
+            return tensor_rules, expert_rules
+        return with_factors(spec.tensors, tensor_rules), expert_rules
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         if mesh.tp * mesh.ep > 1:
-            self._check_counted(spec, mesh)
             return parallel_traffic(
                 spec.units_in(self.precision),
                 spec.ties,
                 {axis: getattr(mesh, axis) for axis in (*DENSE_AXES, "ep")},
-                merge_rules(*spec.rules, self._rules()),
+                self._split_rules(spec, mesh),
                 self.precision,
                 MicroStep(
                     load.micro_batch * load.seq_len,

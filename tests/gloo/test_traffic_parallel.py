@@ -161,6 +161,7 @@ DENSE = {"target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 ATTENTION = {"target_modules": ["q_proj", "o_proj"]}
 LAST_BLOCK = {**ATTENTION, "layers_to_transform": [1]}
 OF_EXPERTS = {"target_modules": [], "target_parameters": list(EXPERTS)}
+OF_OUTPUTS = {"target_modules": [], "target_parameters": [EXPERTS[1]]}
 TUNED = [
     Case(TP(tp=2), 2, "L", lora=DENSE),
     Case(TP(tp=2, activation_checkpointing=True), 2, "L", lora=DENSE),
@@ -168,6 +169,8 @@ TUNED = [
     Case(ND(), 4, "M", lora=ATTENTION),
     Case(ND(), 4, "M", lora=OF_EXPERTS),
     Case(EP(ep=2), 4, "M", lora=OF_EXPERTS),
+    Case(TP(tp=2), 2, "M", lora=OF_EXPERTS),
+    Case(TP(tp=2, precision="bf16"), 2, "M", lora=OF_OUTPUTS),
     Case(TP(tp=2), 2, "Q", frozen="mlp"),
 ]
 # What each of these shows is shown by another one of fewer ranks, or beside another policy.
@@ -180,6 +183,8 @@ MORE = [
     Case(NDParallel(dp_replicate=2, tp=2, defer_reduce=True), 4, "L", EVEN_ROWS, 2),
     Case(NDParallel(tp=2), 4, "L", lora={**DENSE, "modules_to_save": ["lm_head"]}),
     Case(ND(), 4, "M", frozen="embed_tokens"),
+    Case(NDParallel(tp=2), 4, "G", lora=OF_EXPERTS),
+    Case(TP(tp=2, activation_checkpointing=True), 2, "M", lora=OF_EXPERTS),
 ]
 
 
