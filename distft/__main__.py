@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_diff(commands)
     _add_verify(commands)
     _add_inspect(commands)
+    _add_topo(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -107,6 +108,27 @@ def _add_inspect(commands: Any) -> None:
     command.set_defaults(run=_inspect)
 
 
+def _add_topo(commands: Any) -> None:
+    command = commands.add_parser(
+        "topo",
+        help="say how GPUs are joined, how fast collectives are, and which GPUs to use",
+        epilog="example: nvidia-smi topo -m | python -m distft topo - --gpu H100-80GB",
+    )
+    source = command.add_mutually_exclusive_group()
+    source.add_argument(
+        "file", nargs="?", help="what `nvidia-smi topo -m` printed; - reads it from the input"
+    )
+    source.add_argument("--preset", help="a machine by its name, such as 8xH100-SXM")
+    command.add_argument("--gpu", help="kind of GPU of FILE, such as H100-80GB")
+    command.add_argument("--visible", help="GPUs of FILE that may be used, such as 4,5,6,7")
+    command.add_argument("--nodes", type=int, default=1, help="number of such nodes; default 1")
+    command.add_argument(
+        "--internode-gbps", type=float, help="Gbit/s out of a node, all network cards together"
+    )
+    command.add_argument("--ranks", type=int, help="place this many; default 2, 4, ... and all")
+    command.set_defaults(run=_topo)
+
+
 def _add_max_ram(command: Any) -> None:
     command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
 
@@ -165,6 +187,24 @@ def _inspect(options: argparse.Namespace) -> int:
     from distft.checkpoint.inspection import inspect
 
     _report(options, inspect(options.path))
+    return 0
+
+
+def _topo(options: argparse.Namespace) -> int:
+    from distft.topology.cluster import Cluster
+    from distft.topology.summary import summarize
+
+    wires = {"nodes": options.nodes, "internode_gbps": options.internode_gbps}
+    if not options.file and (options.gpu or options.visible):
+        raise ValueError("--gpu and --visible describe FILE, but there is none. Leave them out.")
+    if options.preset:
+        cluster = Cluster.preset(options.preset, **wires)
+    elif options.file:
+        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text("utf-8")
+        cluster = Cluster.parse(text, options.gpu, visible_devices=options.visible, **wires)
+    else:
+        cluster = Cluster.detect(**wires)
+    _report(options, summarize(cluster, options.ranks))
     return 0
 
 

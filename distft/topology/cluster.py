@@ -11,8 +11,9 @@ from distft.formulas._numbers import amount, whole
 from distft.topology.bandwidth import bus_factor, group_alpha, group_bandwidth
 from distft.topology.defects import wiring_warnings
 from distft.topology.gpus import Gpu, gpu_by_name
-from distft.topology.parse import Table, parse_table
+from distft.topology.parse import parse_table
 from distft.topology.placement import Placement
+from distft.topology.table import Table
 from distft.topology.visible_devices import visible_numbers
 from distft.topology.wiring import Hop, Wiring
 
@@ -97,6 +98,27 @@ class Cluster:
             nvlink_nodes,
             visible_numbers(visible_devices, table.gpus),
         )
+
+    @classmethod
+    def detect(cls, nodes: int = 1, internode_gbps: float | None = None) -> Cluster:
+        """Return the cluster whose nodes are like this machine, as `nvidia-smi` sees it.
+
+        `CUDA_VISIBLE_DEVICES` of this process says which GPUs may be used, and in which order.
+
+        Args:
+            nodes: Number of such nodes.
+            internode_gbps: Gbit/s in each direction between a node and all others.
+
+        Raises:
+            RuntimeError: `nvidia-smi` is missing, fails or does not answer.
+            ValueError: Its table, or `CUDA_VISIBLE_DEVICES`, cannot be read.
+
+        Collective: none.
+        """
+        from distft.topology.detect import detected
+
+        table, gpu, usable = detected()
+        return cls(table, gpu, nodes, internode_gbps, visible=usable)
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1, internode_gbps: float | None = None) -> Cluster:

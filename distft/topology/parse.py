@@ -11,65 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distft.topology.links import UNKNOWN, slower
+from distft.topology.table import Table
 
-_LINK = r"NV\d+|SYS|SOC|NODE|PHB|PXB|PIX|PSB|X"
+_LINK = r"NV[1-9][0-9]?|SYS|SOC|NODE|PHB|PXB|PIX|PSB|X"
 _LINKS = re.compile(_LINK)
 _LINK_WORD = re.compile(rf"(?:{_LINK})+")
 # Colours and underlines; the escape byte itself is lost in some logs.
 _STYLE = re.compile(r"(?:\x1b|\^\[|\\x1b|\\033|\\e)?\[\d*(?:;\d+)*[mK]")
 # What logs and comments put before a line: "# ", "> ", "3: ".
-_PREFIX = re.compile(r"^[\s#>*]*(?:\[?\w[\w.-]*\]?:\s+)?[\s#>*]*")
+_PREFIX = re.compile(r"^[\s#>*]*(?!NIC)(?:\[?\w[\w.-]*\]?:\s+)?[\s#>*]*")
+# A line of the legend of network cards.
+_DEVICE = re.compile(r"(NIC[0-9]+):\s*(\S+)")
 _AFFINITY = re.compile(r"(CPU\s*Affinity)|(GPU\s*NUMA\s*ID)|(NUMA(?:\s*Affinity)?)")
-_LIST = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
-_NAMES = re.compile(r"GPU\d+|NIC\d+|mlx\d+_(?:bond_)?\d+")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Links of one node as `nvidia-smi topo -m` names them.
-
-    Args:
-        gpus: Numbers of the GPUs, ascending.
-        links: Row i, column j: the link between `gpus[i]` and `gpus[j]`, such as "NV18" or "SYS";
-            "X" on the diagonal, "unknown" where the text says nothing readable.
-        nics: Names of the network cards; their devices where a legend gives them.
-        nic_links: For each GPU its link to each network card; empty where the text is unclear.
-        cpu_affinity: For each GPU its processors, such as "0-31,64-95", or None.
-        numa_affinity: For each GPU its NUMA node or nodes, or None.
-        gpu_numa_id: For each GPU the NUMA node of its own memory, or None.
-        warnings: What did not add up, with counts.
-    """
-
-    gpus: tuple[int, ...]
-    links: tuple[tuple[str, ...], ...]
-    nics: tuple[str, ...] = ()
-    nic_links: tuple[tuple[str, ...], ...] = ()
-    cpu_affinity: tuple[str | None, ...] = ()
-    numa_affinity: tuple[str | None, ...] = ()
-    gpu_numa_id: tuple[str | None, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def link(self, first: int, second: int) -> str:
-        """Return the link between two GPUs by their numbers.
-
-        Raises:
-            ValueError: A number is none of this node's.
-        """
-        for gpu in (first, second):
-            if gpu not in self.gpus:
-                raise ValueError(
-                    f"GPU {gpu} is not of this node, whose GPUs are {list(self.gpus)}. "
-                    "Pass numbers of that list."
-                )
-        return self.links[self.gpus.index(first)][self.gpus.index(second)]
-
-    def link_pairs(self) -> dict[str, int]:
-        """Count the pairs of GPUs of each link."""
-        counts: dict[str, int] = {}
-        for i, row in enumerate(self.links):
-            for link in row[i + 1 :]:
-                counts[link] = counts.get(link, 0) + 1
-        return counts
+_LIST = re.compile(r"[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*")
+_GPU = re.compile(r"GPU[0-9]{1,4}")
+_NAMES = re.compile(r"GPU[0-9]+|NIC[0-9]+|mlx[0-9]+_(?:bond_)?[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -78,6 +34,19 @@ class _Row:
 
     cells: tuple[str, ...]
     tail: str
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The lines of a text, its header ("" without one), and the rows of GPUs by number."""
+
+    lines: tuple[str, ...]
+    header: str
+    rows: dict[int, _Row]
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        return tuple(sorted(self.rows))
 
 
 def parse_table(text: str) -> Table:
@@ -96,17 +65,18 @@ def parse_table(text: str) -> Table:
             f"The topology is of type {type(text).__name__}, but it must be text. "
             "Pass what `nvidia-smi topo -m` prints."
         )
-    lines = [_plain(line) for line in text.splitlines()]
-    header = max(filter(_is_header, lines), key=_num_gpus, default="")
     warnings: list[str] = []
-    rows = _gpu_rows(lines, warnings)
-    _check_whole(text, header, rows)
-    gpus = tuple(sorted(rows))
-    places = _columns(header, rows)
-    links = _links(gpus, rows, places, warnings)
-    nics, nic_links = _nics(lines, header, gpus, rows, places, warnings)
-    cpu, numa, own = zip(*(_affinity(header, rows[gpu].tail) for gpu in gpus), strict=True)
-    return Table(gpus, links, nics, nic_links, cpu, numa, own, tuple(warnings))
+    lines = tuple(_plain(line) for line in text.splitlines())
+    header = max(filter(_is_header, lines), key=_num_gpus, default="")
+    read = _Read(lines, header, _gpu_rows(lines, warnings))
+    _check_whole(text, read)
+    columns = _columns(read)
+    links = _links(read, columns, warnings)
+    nics, nic_links = _nics(read, columns, warnings)
+    cpu, numa, own = zip(
+        *(_affinity(header, read.rows[gpu].tail) for gpu in read.gpus), strict=True
+    )
+    return Table(read.gpus, links, nics, nic_links, cpu, numa, own, tuple(warnings))
 
 
 def _plain(line: str) -> str:
@@ -121,7 +91,7 @@ def _is_header(line: str) -> bool:
 
 
 def _num_gpus(line: str) -> int:
-    return len(re.findall(r"GPU\d+", line))
+    return len(_GPU.findall(line))
 
 
 def _row(line: str) -> tuple[str, _Row] | None:
@@ -132,7 +102,7 @@ def _row(line: str) -> tuple[str, _Row] | None:
     name, rest = match.group(), line[match.end() :]
     words = list(re.finditer(r"\S+", rest))
     are_links = [bool(_LINK_WORD.fullmatch(word.group())) for word in words]
-    if True not in are_links or re.search(r"GPU\d", rest) or "=" in rest:
+    if True not in are_links or _GPU.search(rest) or "=" in rest:
         return None
     last = len(are_links) - 1 - are_links[::-1].index(True)
     cells: list[str] = []
@@ -145,7 +115,7 @@ def _gpu_rows(lines: Sequence[str], warnings: list[str]) -> dict[int, _Row]:
     rows: dict[int, _Row] = {}
     repeated = 0
     for found in map(_row, lines):
-        if not found or not re.fullmatch(r"GPU\d{1,4}", found[0]):
+        if not found or not _GPU.fullmatch(found[0]):
             continue
         gpu, row = int(found[0][3:]), found[1]
         if gpu in rows and rows[gpu].cells != row.cells:
@@ -160,9 +130,9 @@ def _gpu_rows(lines: Sequence[str], warnings: list[str]) -> dict[int, _Row]:
     return rows
 
 
-def _check_whole(text: str, header: str, rows: dict[int, _Row]) -> None:
+def _check_whole(text: str, read: _Read) -> None:
     """Raise where rows are missing or end before the last GPU."""
-    named = {int(name[3:]) for name in re.findall(r"GPU\d{1,4}", header)}
+    rows, named = read.rows, {int(name[3:]) for name in _GPU.findall(read.header)}
     if not rows:
         start = " ".join(text.split())[:60]
         raise ValueError(
@@ -174,24 +144,24 @@ def _check_whole(text: str, header: str, rows: dict[int, _Row]) -> None:
             f"The topology names {len(named)} GPUs, but has rows of {len(rows)}: it was cut off. "
             "Pass all that `nvidia-smi topo -m` prints."
         )
-    for gpu, row in sorted(rows.items()):
-        if len(row.cells) < len(rows):
-            raise ValueError(
-                f"The row of GPU{gpu} has {len(row.cells)} links, but there are {len(rows)} GPUs: "
-                "it was cut off. Pass all that `nvidia-smi topo -m` prints."
-            )
     seen = {cell for row in rows.values() for cell in row.cells}
     if len(rows) > 1 and seen <= {"X", "?"}:
         raise ValueError(
             f"The topology has {len(rows)} GPUs, but no link between any two. "
             "Pass what `nvidia-smi topo -m` prints, with -m."
         )
+    for gpu, row in sorted(rows.items()):
+        if len(row.cells) < len(rows):
+            raise ValueError(
+                f"The row of GPU{gpu} has {len(row.cells)} links, but there are {len(rows)} GPUs: "
+                "it was cut off. Pass all that `nvidia-smi topo -m` prints."
+            )
 
 
-def _columns(header: str, rows: dict[int, _Row]) -> dict[int, int]:
+def _columns(read: _Read) -> dict[int, int]:
     """Return the column of each GPU: where the header says, if "X" of each row agrees."""
-    names = _column_names(header)
-    by_header = {int(name[3:]): i for i, name in enumerate(names) if name.startswith("GPU")}
+    rows, names = read.rows, _column_names(read.header)
+    by_header = {int(name[3:]): i for i, name in enumerate(names) if _GPU.fullmatch(name)}
     orders = [by_header, dict(zip(sorted(rows), range(len(rows)), strict=True))]
     orders.append(dict(zip(rows, range(len(rows)), strict=True)))
     for order in orders:
@@ -218,15 +188,16 @@ def _column_names(header: str) -> list[str]:
 
 
 def _links(
-    gpus: tuple[int, ...], rows: dict[int, _Row], places: dict[int, int], warnings: list[str]
+    read: _Read, columns: dict[int, int], warnings: list[str]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the matrix, each pair read from both of its rows."""
+    gpus, rows = read.gpus, read.rows
     unequal = unreadable = 0
     matrix = [["X"] * len(gpus) for _ in gpus]
     for i, first in enumerate(gpus):
         for j in range(i + 1, len(gpus)):
-            there = rows[first].cells[places[gpus[j]]]
-            back = rows[gpus[j]].cells[places[first]]
+            there = rows[first].cells[columns[gpus[j]]]
+            back = rows[gpus[j]].cells[columns[first]]
             unequal += there != back
             known = [link for link in (there, back) if link not in ("?", "X")]
             unreadable += not known
@@ -242,29 +213,26 @@ def _links(
 
 
 def _nics(
-    lines: Sequence[str],
-    header: str,
-    gpus: tuple[int, ...],
-    rows: dict[int, _Row],
-    places: dict[int, int],
-    warnings: list[str],
+    read: _Read, columns: dict[int, int], warnings: list[str]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """Return the network cards and each GPU's links to them."""
-    devices = dict(
-        re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(_STYLE.sub("", x) for x in lines))
-    )
-    columns = _column_names(header)
-    named = [name for name in columns if not name.startswith("GPU")]
-    own_rows = [found[0] for found in map(_row, lines) if found and found[0] in set(named)]
-    taken = set(places.values())
-    extra = {gpu: [c for i, c in enumerate(rows[gpu].cells) if i not in taken] for gpu in gpus}
-    count = len(named) or max(map(len, extra.values()))
-    names = named or [f"NIC{i}" for i in range(count)]
-    nics = tuple(devices.get(name, name) for name in names)
-    if any("NV" in cell for cells in extra.values() for cell in cells):
+    named = [name for name in _column_names(read.header) if not _GPU.fullmatch(name)]
+    own_rows = [found[0] for found in map(_row, read.lines) if found and not _GPU.match(found[0])]
+    taken = set(columns.values())
+    extra = {
+        gpu: [cell for i, cell in enumerate(row.cells) if i not in taken]
+        for gpu, row in sorted(read.rows.items())
+    }
+    names = named if read.header else own_rows
+    count = len(names)
+    devices = dict(match.groups() for match in map(_DEVICE.fullmatch, read.lines) if match)
+    most = max(map(len, extra.values()))
+    if any("NV" in cell for cells in extra.values() for cell in cells) or (
+        most > count and not read.header
+    ):
         raise ValueError(
-            f"The topology has rows of {len(gpus)} GPUs, but NVLinks to more: rows are missing. "
-            "Pass all that `nvidia-smi topo -m` prints."
+            f"The topology has rows of {len(read.rows)} GPUs, but links to {most} more that are "
+            "not network cards. Pass all that `nvidia-smi topo -m` prints."
         )
     wrong = sum(len(cells) != count for cells in extra.values())
     if wrong:
@@ -272,9 +240,11 @@ def _nics(
             f"{wrong} rows of GPUs have another number of links to network cards than the "
             f"{count} of the header; they are left out."
         )
-    if named and 0 < len(set(own_rows)) < len(named):
-        warnings.append(f"{len(set(own_rows))} of {len(named)} network cards have a row.")
-    return nics, () if wrong else tuple(tuple(extra[gpu]) for gpu in gpus)
+    with_row = len(set(own_rows) & set(names))
+    if 0 < with_row < count:
+        warnings.append(f"{with_row} of {count} network cards have a row.")
+    devices_of = tuple(devices.get(name, name) for name in names)
+    return devices_of, () if wrong else tuple(map(tuple, extra.values()))
 
 
 def _affinity(header: str, tail: str) -> tuple[str | None, str | None, str | None]:
@@ -282,7 +252,7 @@ def _affinity(header: str, tail: str) -> tuple[str | None, str | None, str | Non
     fields = [match.lastindex - 1 for match in _AFFINITY.finditer(header) if match.lastindex]
     # Groups of the pattern are processors, own node, nodes.
     fields = [{0: 0, 1: 2, 2: 1}[field] for field in fields]
-    words = re.sub(r",\s+(?=\d)", ",", tail).split()
+    words = re.sub(r",\s+(?=[0-9])", ",", tail).split()
     values: dict[int, str] = {}
     if len(words) == len(fields):
         values = dict(zip(fields, words, strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distft.topology.gpus import GPUS, Gpu
-from distft.topology.parse import Table
+from distft.topology.table import Table
 
 
 @dataclass(frozen=True)

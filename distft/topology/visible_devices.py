@@ -31,12 +31,12 @@ def visible_numbers(
     found = [_number(word.strip(), gpus, uuids or {}) for word in words if word.strip()]
     if not found:
         raise ValueError(
-            "CUDA_VISIBLE_DEVICES is empty, so that no GPU may be used. "
+            "No device is visible, since the list of them is empty. "
             "Name at least one, or leave it unset."
         )
     if len(set(found)) < len(found):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES is {value!r}, which names a GPU twice. Name each once."
+            f"The visible devices are {value!r}, which names a GPU twice. Name each once."
         )
     return tuple(found)
 
@@ -48,6 +48,6 @@ def _number(word: str, gpus: Sequence[int], uuids: Mapping[str, int]) -> int:
     if len(matches) == 1:
         return matches.pop()
     raise ValueError(
-        f"CUDA_VISIBLE_DEVICES names {word!r}, but the GPUs are {list(gpus)}. "
+        f"The visible devices name {word!r}, but the GPUs are {list(gpus)}. "
         "Name GPUs by these numbers, or by UUID where nvidia-smi is at hand; MIG slices are none."
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations
 
 from distft.topology.links import UNKNOWN, distance
-from distft.topology.parse import Table
+from distft.topology.table import Table
 
 # Links of the largest chip so far; a chip that is not named may have as many.
 _MOST_LINKS = 18
