@@ -225,7 +225,8 @@ def _nics(
     }
     names = named if read.header else own_rows
     count = len(names)
-    devices = dict(match.groups() for match in map(_DEVICE.fullmatch, read.lines) if match)
+    legend = [match for match in map(_DEVICE.fullmatch, read.lines) if match]
+    devices = {match[1]: match[2] for match in legend}
     most = max(map(len, extra.values()))
     if any("NV" in cell for cells in extra.values() for cell in cells) or (
         most > count and not read.header
