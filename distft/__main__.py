@@ -55,6 +55,7 @@ def _add_consolidate(commands: Any) -> None:
     command.add_argument(
         "--exclude-frozen", action="store_true", help="leave out what was not trained"
     )
+    command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
     command.add_argument("--config", help="config.json of the model, or a folder with one")
     _add_max_ram(command)
     command.set_defaults(run=_consolidate)
@@ -147,6 +148,7 @@ def _consolidate(options: argparse.Namespace) -> int:
             adapter=options.adapter,
             config=options.config,
             advance=advance,
+            base=options.base,
         )
     return _wrote(options, out, "weights", "*.safetensors")
 

@@ -9,27 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from distft.checkpoint.adapters import find_adapter
 from distft.checkpoint.casts import CASTABLE
-from distft.checkpoint.folder import LAYOUTS, MANIFEST, STATE_FILE, Manifest, read_manifest
-from distft.checkpoint.layouts import AS_IT_IS
+from distft.checkpoint.folder import LAYOUTS, MANIFEST, STATE_FILE
+from distft.checkpoint.layouts import AS_IT_IS, Layout
 from distft.checkpoint.memory import parse_bytes
+from distft.checkpoint.merge_plan import Merge
+from distft.checkpoint.merging import split_outputs, write_sums
+from distft.checkpoint.model_source import ModelSource, check_adapter_choice
 from distft.checkpoint.publish import (
     CONFIG,
     Rename,
     check_whole,
     config_with_dtype,
     known_layout,
-    main_dtype,
     publish,
-    read_config,
-    untie,
 )
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.safetensors_reader import INDEX, SINGLE
-from distft.checkpoint.shards import LogicalTensor, ShardMap
+from distft.checkpoint.shards import LogicalTensor
 from distft.checkpoint.target import check_target, written_whole
+from distft.checkpoint.writers.adapter import write_adapter
 from distft.checkpoint.writers.safetensors import plan_files
-from distft.peft import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, base_name
+from distft.peft import ADAPTER, CONFIG_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +58,18 @@ def consolidate(
     config: Any = None,
     rename: Rename | None = None,
     advance: Advance | None = None,
+    base: str | Path | None = None,
 ) -> Path:
     """Write a checkpoint as safetensors that ``from_pretrained`` reads, and return the folder.
 
     Works in this process alone, on the host, through a few small buffers: no tensor is ever whole
-    in memory. The files carry the layout that transformers publishes (experts one by one where it
-    does so, tied weights once), with the config, the generation config and the tokenizer beside
-    them. Merging an adapter, and classes whose published layout only transformers knows, hold the
-    whole model.
+    in memory, of an adapter that is merged the two factors of one. The files carry the layout that
+    transformers publishes (experts one by one where it does so, tied weights once), with the
+    config, the generation config and the tokenizer beside them. Classes whose published layout
+    only transformers knows, and adapters that are more than LoRA, hold the whole model.
 
     Args:
-        path: A checkpoint of distft, DeepSpeed, torch, Accelerate or transformers, the folder
+        path: A checkpoint of distft, DeepSpeed, torch, Accelerate, transformers or PEFT, the folder
             inside it that holds the state, or a run's root, which means its latest checkpoint.
         out: Folder to write to. Weight files of an earlier model in it are replaced; other files
             stay.
@@ -81,17 +84,22 @@ def consolidate(
             the model has in memory.
         adapter: What becomes of the adapter of a LoRA run: ``"keep"`` writes the base and, in the
             folder ``adapter`` in it, the adapter in PEFT's layout; ``"merge"`` adds it into the
-            base; ``"only"`` makes ``out`` the adapter's folder.
+            base, ``W + scale * B A`` in fp32, rounded once; ``"only"`` makes ``out`` the adapter's
+            folder.
         config: The model's config where the checkpoint has none or another: a transformers
             config, a file, or a folder.
         rename: From published names to others: a function, or a mapping of regular expressions
             to what replaces them, in order.
         advance: Called with the number of bytes after each window, from any thread.
+        base: The base that the adapter goes on, where the checkpoint holds none or one of 4 or 8
+            bits: the folder of a model, or a checkpoint. Its dtype is the default one, and the
+            files that are written name it.
 
     Raises:
         ValueError: ``path`` is no checkpoint, half one or a broken one, ``out`` lies inside it or
-            is a file, the dtype is not a floating one, ``adapter`` asks for what the run does not
-            have, or memory or disk are too small, which is found before the first byte is written.
+            is a file, the dtype is not a floating one, ``adapter`` or ``base`` ask for what the run
+            does not have, the base is quantized or another one, or memory or disk are too small,
+            which is found before the first byte is written.
         RuntimeError: A file of the checkpoint ends too early.
 
     Collective: none.
@@ -105,17 +113,22 @@ def consolidate(
     found = read_map(Path(path))
     out = Path(out).absolute()
     check_target(out, found.root)
-    manifest = read_manifest(found.root) if (found.root / MANIFEST).is_file() else None
-    has_adapter = manifest is not None and (found.root / ADAPTER / CONFIG_FILE).is_file()
-    _check_adapter_choice(found.root, adapter, exclude_frozen, has_adapter)
-    source = _Source(found, manifest, read_config(found.root, config), has_adapter, rename)
+    held = find_adapter(found)
+    choices = get_args(AdapterChoice)
+    check_adapter_choice(found.root, held, adapter, choices, exclude_frozen, base)
+    source = None
+    if held is None or not (exclude_frozen or adapter == "only"):
+        source = ModelSource.of(found, held, base, config, adapter == "merge")
+        check_target(out, source.found.root, "the base")
     with written_whole(out, _names_weights, _earlier_model) as made:
-        if has_adapter and adapter != "merge":
+        if held is not None and adapter != "merge":
             into = made / ADAPTER if adapter == "keep" else made
-            _copy_adapter(found.root / ADAPTER, into, asked, limits)
-        if not has_adapter or not (exclude_frozen or adapter == "only"):
-            _write_model(made, source, asked, limits, exclude_frozen, adapter == "merge")
-            _copy_others(source, made)
+            write_adapter(held, into, asked, limits.ram, limits.advance)
+        if source is not None:
+            _write_model(made, source, asked, limits, exclude_frozen, rename)
+            # Of both the run's own, which may have another tokenizer than its base.
+            for root in dict.fromkeys((source.found.root, found.root)):
+                _copy_others(root, made)
     return out
 
 
@@ -128,103 +141,101 @@ class _Limits:
     advance: Advance
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint, and what the caller adds to it."""
-
-    found: ShardMap
-    manifest: Manifest | None
-    config: dict[str, Any] | None
-    has_adapter: bool
-    rename: Rename | None
-
-    def tensors(self, exclude_frozen: bool) -> dict[str, LogicalTensor]:
-        """Return the tensors to write by the names that they have without PEFT."""
-        chosen = untie(self.found, self.config)
-        if exclude_frozen:
-            frozen = self.found.frozen | self.found.buffers
-            if self.manifest is not None:
-                frozen = frozenset(chosen) - frozenset(self.manifest.trainable)
-            chosen = {name: tensor for name, tensor in chosen.items() if name not in frozen}
-        if not self.has_adapter:
-            return chosen
-        named = {base_name(name): tensor for name, tensor in chosen.items()}
-        return {name: tensor for name, tensor in named.items() if name is not None}
-
-    def dtypes(self, asked: str | None) -> tuple[str | None, set[str], str]:
-        """Return the dtype to cast to if any, the tensors left alone, and what the config says."""
-        if asked is not None:
-            return asked, set(), asked
-        if self.manifest is not None:
-            # What stayed fp32 beside bf16 weights, by its name without PEFT.
-            kept = {
-                base_name(name) or name
-                for name, saved in self.manifest.tensors.items()
-                if saved["dtype"] == "float32"
-            }
-            return self.manifest.dtype, kept, self.manifest.dtype
-        # DeepSpeed keeps fp32 masters of what is trained and the rest in 16 bits.
-        if self.found.format == "deepspeed":
-            return "float32", set(), "float32"
-        return None, set(), main_dtype(self.found.tensors.values())
-
-
 def _write_model(
     made: Path,
-    source: _Source,
+    source: ModelSource,
     asked: str | None,
     limits: _Limits,
     exclude_frozen: bool,
-    merge: bool,
+    rename: Rename | None,
 ) -> None:
     tensors = source.tensors(exclude_frozen)
     check_whole(replace(source.found, tensors=tensors, optimizer=None))
-    dtype, kept, said = source.dtypes(asked)
     # A part of a model has no layout: its names stay those in memory.
-    layout = known_layout(None if exclude_frozen else source.config)
-    if merge or layout is None:
-        _write_with_transformers(made, source, tensors, asked, limits, merge)
-        return
-    published = publish(tensors, layout, dtype, kept, source.rename)
-    files = plan_files(published, limits.shard_bytes)
-    files.write(source.found.root, made, limits.ram, limits.advance)
-    if source.config is not None:
-        _write_config(made, source.config, said)
-
-
-def _write_with_transformers(
-    made: Path,
-    source: _Source,
-    tensors: Mapping[str, LogicalTensor],
-    asked: str | None,
-    limits: _Limits,
-    merge: bool,
-) -> None:
-    from distft.checkpoint import whole_model
-    from distft.checkpoint.layouts import layout_of
-
-    dtype, kept, said = source.dtypes(asked)
-    model = whole_model.skeleton(source.config)
-    layout = AS_IT_IS if model is None else layout_of(model)
-    if layout is not None and not merge:
-        published = publish(tensors, layout, dtype, kept, source.rename)
-        files = plan_files(published, limits.shard_bytes)
-        files.write(source.found.root, made, limits.ram, limits.advance)
-    else:
-        if source.rename is not None:
+    layout, model = known_layout(None if exclude_frozen else source.config), None
+    if layout is None:
+        layout, model = _ask_transformers(source.config)
+    merge = None
+    if source.merged is not None and layout is not None:
+        merge = source.plan(tensors, layout)
+    if layout is None or (source.merged is not None and merge is None):
+        if rename is not None:
             raise ValueError(
                 "consolidate(rename=...) and a model that transformers itself writes exclude each "
                 "other. Consolidate without rename=."
             )
-        size = sum(tensor.num_bytes for tensor in tensors.values())
-        what = "merging an adapter" if merge else f"publishing {type(model).__name__}"
-        whole_model.check_memory(size, limits.ram, what)
-        # Merged in the dtype of the tensors, then rounded once.
-        state = whole_model.read_whole(source.found.root, tensors, None if merge else dtype)
-        if merge:
-            state = whole_model.merge(source.config, state, source.found.root / ADAPTER)
-        state = whole_model.cast(state, dtype, kept)
-        whole_model.write_whole(made, model, state, said, limits.shard_bytes)
+        _write_whole(made, source, model, tensors, asked, limits)
+    else:
+        _stream(made, source, tensors, layout, merge, asked, limits, rename)
+
+
+def _ask_transformers(config: Mapping[str, Any] | None) -> tuple[Layout | None, Any]:
+    """Return how a model is published, None where only transformers can, and a skeleton of it."""
+    from distft.checkpoint import whole_model
+    from distft.checkpoint.layouts import layout_of
+
+    model = whole_model.skeleton(config)
+    return (AS_IT_IS if model is None else layout_of(model)), model
+
+
+def _stream(
+    made: Path,
+    source: ModelSource,
+    tensors: Mapping[str, LogicalTensor],
+    layout: Layout,
+    merge: Merge | None,
+    asked: str | None,
+    limits: _Limits,
+    rename: Rename | None,
+) -> None:
+    config = source.config
+    if merge is not None:
+        if merge.held_bytes > limits.ram:
+            raise ValueError(
+                f"max_ram is {limits.ram} bytes, and merging takes {merge.held_bytes}: the largest "
+                f"factors and the rows they are added to. Allow {merge.held_bytes} bytes or more."
+            )
+        tensors, config = source.with_merge(tensors, merge)
+    dtype, kept, said = source.dtypes(asked)
+    published = publish(tensors, layout, dtype, kept, rename)
+    files = plan_files(published, limits.shard_bytes, metadata=source.metadata)
+    root = source.found.root
+    if merge is None:
+        files.write(root, made, limits.ram, limits.advance)
+    else:
+        copied, summed = split_outputs(files.outputs, merge.changes)
+        replace(files, outputs=copied).write(root, made, limits.ram, limits.advance)
+        write_sums(root, made, summed, merge, limits.advance)
+    if config is not None:
+        _write_config(made, config, said)
+
+
+def _write_whole(
+    made: Path,
+    source: ModelSource,
+    model: Any,
+    tensors: Mapping[str, LogicalTensor],
+    asked: str | None,
+    limits: _Limits,
+) -> None:
+    """Let transformers publish, and PEFT merge, with the whole model in memory."""
+    from distft.checkpoint import whole_model
+
+    dtype, kept, said = source.dtypes(asked)
+    model = whole_model.skeleton(source.config) if model is None else model
+    size = sum(tensor.num_bytes for tensor in tensors.values())
+    adapter = source.merged
+    what = "merging an adapter" if adapter else f"publishing {type(model).__name__}"
+    whole_model.check_memory(size, limits.ram, what)
+    # Merged in the dtype of the tensors, then rounded once.
+    state = whole_model.read_whole(source.found.root, tensors, None if adapter else dtype)
+    if adapter is not None:
+        # Beside the folder that is made, so it goes with what is temporary.
+        folder = made.parent / ADAPTER
+        write_adapter(adapter, folder, None, limits.ram)
+        state = whole_model.merge(source.config, state, folder)
+    state = whole_model.cast(state, dtype, kept)
+    whole_model.write_whole(made, model, state, said, limits.shard_bytes)
     if source.config is not None:
         _write_config(made, source.config, said)
 
@@ -232,37 +243,6 @@ def _write_with_transformers(
 def _write_config(made: Path, config: Mapping[str, Any], dtype: str) -> None:
     text = json.dumps(config_with_dtype(config, dtype), indent=2, sort_keys=True) + "\n"
     (made / CONFIG).write_text(text, encoding="utf-8")
-
-
-def _check_adapter_choice(
-    folder: Path, adapter: str, exclude_frozen: bool, has_adapter: bool
-) -> None:
-    choices = get_args(AdapterChoice)
-    if adapter not in choices:
-        raise ValueError(
-            f"consolidate(adapter={adapter!r}) is none of the {len(choices)} choices "
-            f"{', '.join(choices)}."
-        )
-    if adapter != "keep" and not has_adapter:
-        raise ValueError(
-            f"consolidate(adapter={adapter!r}) was asked for, and {folder} holds 0 adapters. "
-            "Leave it out: the run trained the model itself."
-        )
-    if adapter == "merge" and exclude_frozen:
-        raise ValueError(
-            "consolidate(adapter='merge', exclude_frozen=True) contradicts itself: merging makes "
-            "1 model of the frozen base and the adapter. Use adapter='only' for the adapter."
-        )
-
-
-def _copy_adapter(source: Path, into: Path, dtype: str | None, limits: _Limits) -> None:
-    shutil.copytree(source, into, dirs_exist_ok=True)
-    if dtype is None:
-        return
-    (into / WEIGHTS_FILE).unlink()
-    found = read_map(source)
-    published = publish(found.tensors, AS_IT_IS, dtype)
-    plan_files(published, 1 << 62, WEIGHTS_FILE).write(found.root, into, limits.ram)
 
 
 def _floating_dtype(dtype: Any) -> str:
@@ -274,19 +254,18 @@ def _floating_dtype(dtype: Any) -> str:
     return name
 
 
-def _copy_others(source: _Source, made: Path) -> None:
+def _copy_others(root: Path, made: Path) -> None:
     """Copy generation config, tokenizer and the like, as the run saved them."""
-    root = source.found.root
     members = (
         root.iterdir()
-        if source.manifest is not None
+        if (root / MANIFEST).is_file()
         else (file for pattern in _BESIDE for file in root.glob(pattern) if file.is_file())
     )
     for member in members:
         if member.name in _OURS:
             continue
         if member.is_dir():
-            shutil.copytree(member, made / member.name)
+            shutil.copytree(member, made / member.name, dirs_exist_ok=True)
         else:
             shutil.copy(member, made)
 

@@ -134,7 +134,7 @@ def copy_outputs(
                 target, size = files.descriptor(folder / task.file), ITEM_BYTES[task.dtype]
                 windows = stream.windows(task.tensor, task.dtype, task.start, task.count)
                 for first, data in windows:
-                    _write(target, data.data, task.offset + (first - task.start) * size)
+                    write_at(target, data.data, task.offset + (first - task.start) * size)
                     if checksums:
                         sums[number] = zlib.crc32(data.data, sums[number])
                     advance(len(data))
@@ -172,7 +172,11 @@ def _segments(outputs: Iterable[Output]) -> Iterator[Output]:
             )
 
 
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of it to an open file from a byte on.
+
+    Collective: none.
+    """
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)

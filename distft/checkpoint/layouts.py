@@ -6,6 +6,7 @@ byte ranges of the files.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,18 @@ PUBLISHED_AS = {
     "Qwen3ForCausalLM": AS_IT_IS,
     "Qwen3MoeForCausalLM": QWEN_MOE,
 }
+
+# Those whose fused experts have inputs as rows; the tests ask transformers.
+_TRANSPOSED = ("GptOssForCausalLM",)
+
+
+def experts_transposed(config: Mapping[str, Any] | None) -> bool | None:
+    """Return whether rows of a model's fused experts are inputs, None where it is not known.
+
+    Collective: none.
+    """
+    name = ((config or {}).get("architectures") or [""])[0]
+    return name in _TRANSPOSED if name in PUBLISHED_AS else None
 
 
 def published_by(model: Any) -> list[tuple[Any, ...]]:

@@ -171,6 +171,25 @@ def untie(found: ShardMap, config: Mapping[str, Any] | None) -> dict[str, Logica
     return tensors
 
 
+def tied_names(
+    found: ShardMap, tensors: Mapping[str, LogicalTensor], config: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Return the names that stand for another tensor of these, by what a map or a config says.
+
+    Collective: none.
+    """
+    ties = {
+        alias: kept
+        for alias, kept in found.ties.items()
+        if kept in tensors and alias not in tensors
+    }
+    inputs = [name for name in tensors if name.endswith(f".{_TIED[1]}")]
+    tied = bool((config or {}).get("tie_word_embeddings"))
+    if tied and _TIED[0] not in tensors and len(inputs) == 1:
+        ties[_TIED[0]] = inputs[0]
+    return ties
+
+
 def same_values(root: Path, one: LogicalTensor, other_root: Path, other: LogicalTensor) -> bool:
     """Return whether two tensors have one shape, dtype and value of every bit; reads both.
 

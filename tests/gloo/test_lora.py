@@ -169,6 +169,8 @@ def test_a_lora_run_trains_adapters_only_resumes_to_the_bit_and_leaves_peft_file
     assert len(base) == 21
     assert min(tensor.numel() for tensor in base.values()) > 0
     assert len(load_file(out / "adapter" / "adapter_model.safetensors")) == 4
+    merged = load_clean(distft.consolidate(tmp_path / "saved", tmp_path / "one", adapter="merge"))
+    torch.testing.assert_close(logits_of(merged), live[0]["logits"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(FSDP2(), 2), (ZeRO3(), 2)], ids=str)

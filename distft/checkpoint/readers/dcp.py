@@ -281,7 +281,7 @@ def _prefix(flat: Sequence[str], trained: set[str]) -> str:
     if trained:
         return prefix if not trained & set(flat) else ""
     inner = {item.removeprefix(prefix).partition(".")[0] for item in flat}
-    return prefix if "model" in inner or "lm_head" in inner else ""
+    return prefix if inner & {"model", "lm_head", "base_model"} else ""
 
 
 def _optimizer(items: Items, tensors: Mapping[str, LogicalTensor]) -> OptimizerState | None:

@@ -104,7 +104,12 @@ class Files:
             (folder / INDEX).write_text(text, encoding="utf-8")
 
 
-def plan_files(tensors: Sequence[Published], max_shard_bytes: int, single: str = SINGLE) -> Files:
+def plan_files(
+    tensors: Sequence[Published],
+    max_shard_bytes: int,
+    single: str = SINGLE,
+    metadata: Mapping[str, str] | None = None,
+) -> Files:
     """Return the files that hold tensors, none larger than a size unless one tensor is.
 
     A file is closed when the next tensor would make it too large, as ``save_pretrained`` does;
@@ -114,6 +119,7 @@ def plan_files(tensors: Sequence[Published], max_shard_bytes: int, single: str =
         tensors: In the order of the model.
         max_shard_bytes: Most bytes of tensors in one file.
         single: Name of a file that is alone.
+        metadata: What the header of each file says beside its format.
 
     Raises:
         ValueError: Two tensors have one name, one has no element, or the format lacks the dtype.
@@ -140,7 +146,7 @@ def plan_files(tensors: Sequence[Published], max_shard_bytes: int, single: str =
     for name, part in zip(names, parts, strict=True):
         # Larger items first, so that each tensor lies where its items may.
         part.sort(key=lambda tensor: -ITEM_BYTES[tensor.dtype])
-        headers[name] = _header(part)
+        headers[name] = _header(part, metadata or {})
         offset = len(headers[name])
         for tensor in part:
             outputs.append(
@@ -183,8 +189,8 @@ def _check(tensors: Sequence[Published]) -> None:
         )
 
 
-def _header(tensors: Sequence[Published]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Sequence[Published], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for tensor in tensors:
         entries[tensor.name] = {
