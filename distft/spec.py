@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from distft.formulas._numbers import choice, whole
-from distft.formulas.architectures import ROUTED_IN_FP32, Decoder, expert_numbers
+from distft.formulas.architectures import Decoder, expert_numbers
+from distft.formulas.families import FAMILIES, ROUTED_IN_FP32
 from distft.formulas.fetch import Visit
+from distft.formulas.shape import Shape
 from distft.formulas.split_rules import EXPERT_RULES, TENSOR_RULES
 from distft.formulas.visits import module_visits
 from distft.kept import is_inside, kept_modules, kept_names
+from distft.presets import preset
 
 ROOT = ""
 
@@ -73,6 +78,8 @@ class ModelSpec:
         experts_per_token: Experts that one token visits per layer.
         routes_in_fp32: Whether a token's weights for its experts are fp32 in any precision.
         rules: How the model says its tensors are split over `tp`, and its experts over `ep`.
+        shape: Widths and counts that activations and time depend on; None where the model is not
+            one of those known from a configuration.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -83,6 +90,7 @@ class ModelSpec:
     rules: tuple[Mapping[str, str], Mapping[str, str]] = field(
         default=({}, {}), repr=False, compare=False
     )
+    shape: Shape | None = field(default=None, repr=False, compare=False)
     _units: tuple[UnitSpec, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,12 +104,14 @@ class ModelSpec:
         """Return the spec of a language model from its configuration; no weights are built.
 
         Args:
-            config: A transformers configuration, its dict, or the path of a folder that holds
-                `config.json`. Architectures: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe.
+            config: A transformers configuration, its dict, the path of a folder that holds
+                `config.json`, or the name of a model of `distft.presets`. Architectures: those
+                of `distft.formulas.families`; of others a configuration object is built on the
+                meta device, with a warning that says so.
 
         Raises:
-            ValueError: The architecture is not one of these (use `from_model`), a size is out of
-                range, or the folder has no `config.json`.
+            ValueError: The architecture is not known (use `from_model`), a size is out of range,
+                the folder has no `config.json`, or no preset has the name.
 
         Collective: none.
 
@@ -109,25 +119,52 @@ class ModelSpec:
         >>> ModelSpec.from_config({**config, "num_key_value_heads": 8}).total_params
         8030261248
         """
-        decoder = Decoder.from_values(_config_values(config))
+        values = _config_values(config)
+        if values.get("model_type") not in FAMILIES and hasattr(config, "to_dict"):
+            return cls._from_meta_device(config)
+        decoder = Decoder.from_values(values)
         before, after = decoder.root_tensors()
         tensors = [TensorSpec(name, shape) for name, shape in before]
         for layer in range(decoder.values["num_hidden_layers"]):
-            unit = f"model.layers.{layer}"
-            tensors.extend(
-                TensorSpec(f"{unit}.{name}", shape, unit, is_expert=".experts." in name)
-                for name, shape in decoder.layer_tensors(layer)
-            )
+            unit = decoder.layer_path(layer)
+            for name, shape in decoder.layer_tensors(layer):
+                # What stays fp32 is gathered on its own.
+                path = next((p for p in decoder.family.kept if is_inside(p, name)), None)
+                own = None if path is None else f"{unit}.{path}"
+                is_expert = ".experts." in name
+                tensors.append(
+                    TensorSpec(f"{unit}.{name}", shape, unit, True, is_expert, bool(path), own)
+                )
         tensors.extend(TensorSpec(name, shape) for name, shape in after)
-        tie = ("lm_head.weight", "model.embed_tokens.weight")
+        tie = (decoder.family.head, decoder.family.embedding)
+        total, active = _counts(tensors, decoder.num_experts, decoder.experts_per_token)
         return cls(
             tuple(tensors),
             (tie,) if decoder.tied else (),
             decoder.num_experts,
             decoder.experts_per_token,
             decoder.model_type in ROUTED_IN_FP32,
-            (TENSOR_RULES, EXPERT_RULES),
+            (TENSOR_RULES, EXPERT_RULES) if decoder.model_type in SPLIT_FAMILIES else ({}, {}),
+            decoder.shape(total, active),
         )
+
+    @classmethod
+    def _from_meta_device(cls, config: Any) -> ModelSpec:
+        """Return the spec of a model that transformers builds without weights."""
+        import torch
+        import transformers
+
+        with torch.device("meta"):
+            try:
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            except ValueError:
+                model = transformers.AutoModel.from_config(config)
+        warnings.warn(
+            f"The tensors of {config.model_type!r} are not known from its configuration: they were "
+            f"counted on a {type(model).__name__} that was built on the meta device.",
+            stacklevel=3,
+        )
+        return cls.from_model(model)
 
     @classmethod
     def from_model(cls, model: Any) -> ModelSpec:
@@ -178,6 +215,7 @@ class ModelSpec:
             per_token,
             family in ROUTED_IN_FP32,
             (rules[0], rules[1]),
+            _shape_of(model, *_counts(tensors, num_experts, per_token)),
         )
 
     @property
@@ -225,10 +263,22 @@ class ModelSpec:
     @cached_property
     def active_params(self) -> int:
         """Number of parameters that one token uses: of the experts only those it is routed to."""
-        experts = sum(tensor.numel for tensor in self.tensors if tensor.is_expert)
-        if not self.num_experts:
-            return self.total_params
-        return self.total_params - experts + experts * self.experts_per_token // self.num_experts
+        return _counts(self.tensors, self.num_experts, self.experts_per_token)[1]
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Number of parameters of routed experts."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.is_expert)
+
+    @cached_property
+    def embedding_params(self) -> int:
+        """Number of parameters of the embedding, and of the output head where it is not tied."""
+        return sum(tensor.numel for tensor in self.tensors if _EMBEDDING.search(tensor.name))
+
+    @cached_property
+    def dense_params(self) -> int:
+        """Number of parameters that are neither of the embedding and the head nor of experts."""
+        return self.total_params - self.embedding_params - self.expert_params
 
     def __str__(self) -> str:
         """One line with the counts."""
@@ -306,6 +356,32 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of one optimizer step on one rank."""
         return self.micro_batch * self.seq_len * self.grad_accum
+
+
+# Names of token embeddings and output heads.
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings|lm_head)\.")
+# Families whose layers the rules of `split_rules` name.
+SPLIT_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def _counts(tensors: Iterable[TensorSpec], experts: int, per_token: int) -> tuple[int, int]:
+    """Return all parameters and those that one token uses."""
+    total = routed = 0
+    for tensor in tensors:
+        total += tensor.numel
+        routed += tensor.numel if tensor.is_expert else 0
+    return total, total - routed + (routed * per_token // experts if experts else 0)
+
+
+def _shape_of(model: Any, total: int, active: int) -> Shape | None:
+    """Return the widths and counts of a built model where its configuration says them."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return None
+    try:
+        return Decoder.from_values({**config.to_dict(), "architectures": None}).shape(total, active)
+    except ValueError:
+        return None
 
 
 def _grouped(members: Iterable[tuple[TensorSpec, str]]) -> tuple[UnitSpec, ...]:
@@ -412,6 +488,8 @@ def _config_values(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if isinstance(config, (str, os.PathLike)):
+        if isinstance(config, str) and not Path(config).exists():
+            return preset(config)
         path = Path(config) / "config.json"
         if not path.is_file():
             raise ValueError(

@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 
+from distft.formulas.families import FAMILIES
+from distft.presets import PRESETS
 from distft.spec import ModelSpec, TensorSpec, UnitSpec, Workload, sharding_units
 
 SMALL = {
@@ -27,6 +29,18 @@ MOE = SMALL | {
     "head_dim": 8,
     "num_experts": 6,
     "num_experts_per_tok": 2,
+}
+LATENT = SMALL | {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
 }
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -56,6 +70,30 @@ MODELS = {
     "mistral": ("Mistral", SMALL | {"head_dim": 16}),
     "mixtral": ("Mixtral", SMALL | {"num_local_experts": 3}),
     "mixtral tied": ("Mixtral", SMALL | {"tie_word_embeddings": True, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 24}),
+    "gpt_oss": ("GptOss", SMALL | {"head_dim": 8, "num_local_experts": 4}),
+    "deepseek_v2": ("DeepseekV2", LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v3": ("DeepseekV3", LATENT | {"q_lora_rank": 12}),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | {"q_lora_rank": 12}),
+    "glm4_moe": ("Glm4Moe", LATENT | {"head_dim": 8, "use_qk_norm": True}),
+    "gemma": ("Gemma", SMALL | {"head_dim": 16}),
+    "gemma2": ("Gemma2", SMALL | {"head_dim": 16}),
+    "gemma3": ("Gemma3Text", SMALL | {"head_dim": 16}),
+    "phi": ("Phi", SMALL),
+    "phi3": ("Phi3", SMALL | {"pad_token_id": 0}),
+    "glm": ("Glm", SMALL | {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", SMALL | {"head_dim": 16, "pad_token_id": 0}),
+    "olmo2": ("Olmo2", SMALL),
+    "granite": ("Granite", SMALL | {"mlp_bias": True}),
+    "smollm3": ("SmolLM3", SMALL | {"pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", SMALL | {"use_bias": False}),
+    "gpt_neox": ("GPTNeoX", SMALL | {"attention_bias": False}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 131}),
+    "mpt": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 131}),
+    "falcon": (
+        "Falcon",
+        {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
 }
 
 
@@ -86,11 +124,10 @@ def test_config_object_its_dict_and_its_folder_give_the_same_spec(case, tmp_path
     assert ModelSpec.from_config(tmp_path) == spec
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_values_a_config_leaves_out_are_the_defaults_of_transformers(name):
-    config = getattr(transformers, f"{name}Config")()
-    bare = {"model_type": config.model_type}
-    assert ModelSpec.from_config(bare) == ModelSpec.from_config(config)
+    config = transformers.AutoConfig.for_model(name)
+    assert ModelSpec.from_config({"model_type": name}) == ModelSpec.from_config(config)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +228,56 @@ def test_a_model_without_lists_is_one_unit():
 
 
 def test_an_unknown_architecture_points_to_from_model():
-    with pytest.raises(ValueError, match=r"'gpt2'.*qwen3_moe.*ModelSpec\.from_model"):
-        ModelSpec.from_config({"model_type": "gpt2"})
+    with pytest.raises(ValueError, match=r"'opt'.*qwen3_moe.*ModelSpec\.from_model"):
+        ModelSpec.from_config({"model_type": "opt"})
+
+
+def test_a_configuration_of_an_unknown_architecture_is_built_on_the_meta_device_and_says_so():
+    config = transformers.OPTConfig(
+        vocab_size=131, hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.warns(UserWarning, match=r"'opt'.*OPTForCausalLM.*meta device"):
+        spec = ModelSpec.from_config(config)
+    assert spec == ModelSpec.from_model(build(config))
+
+
+def test_an_option_that_means_other_tensors_is_refused():
+    with pytest.raises(ValueError, match=r"'falcon' with new_decoder_architecture=True"):
+        ModelSpec.from_config({"model_type": "falcon", "new_decoder_architecture": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624, 3_353_032_704),
+        ("Llama-3.1-405B", 405_853_388_800, 405_853_388_800),
+        ("Mistral-7B-v0.1", 7_241_732_096, 7_241_732_096),
+        ("Qwen2.5-1.5B-Instruct", 1_543_714_304, 1_543_714_304),
+        ("DeepSeek-V3", 671_026_404_352, 37_552_282_624),
+        ("facebook/dinov2-base", 86_580_480, 86_580_480),
+        ("facebook/dinov2-large", 304_368_640, 304_368_640),
+    ],
+)
+def test_a_preset_has_the_published_counts(name, total, active):
+    spec = ModelSpec.from_config(name)
+    assert (spec.total_params, spec.active_params) == (total, active)
+
+
+def test_every_preset_is_known_by_the_architecture_it_names():
+    for name in PRESETS:
+        assert ModelSpec.from_config(name).total_params > 80e6
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match=r"'Qwen3-9B'.*nearest are Qwen3-"):
+        ModelSpec.from_config("Qwen3-9B")
+
+
+def test_the_parts_of_a_mixture_of_experts_are_counted_apart():
+    spec = ModelSpec.from_config("Qwen3-30B-A3B")
+    assert spec.embedding_params == 2 * 151_936 * 2048
+    assert spec.expert_params == 48 * 128 * 3 * 2048 * 768
+    assert spec.embedding_params + spec.expert_params + spec.dense_params == spec.total_params
 
 
 def test_another_head_than_a_language_model_points_to_from_model():
