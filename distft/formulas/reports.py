@@ -10,8 +10,20 @@ from typing import Protocol
 from distft.formulas._numbers import choice, exact, whole
 from distft.formulas.traffic import ring_fraction
 
-PHASES = ("load", "forward", "loss", "backward", "step", "save")
+PHASES = ("load", "forward", "loss", "backward", "step", "save", "consolidate")
 ALWAYS = PHASES
+STATES = ("parameters", "gradients", "optimizer")
+# Beside model state: what is gathered or reduced, what a micro-step keeps for its backward pass,
+# and blocks that the allocator keeps where rows differ in length.
+KINDS = (*STATES, "buffer", "activations", "logits", "cached")
+# The allocator's segments over its tensors: 1.06 fits the measured peaks of torchtitan and
+# ms-swift. For adapters under sharding 1.12 and 1.24 were measured (fsdp_qlora): their middle.
+FRAGMENTATION = 1.06
+FRAGMENTATION_OF_ADAPTERS = 1.18
+# CUDA's context and kernels, 0.47 to 0.92 GiB with torch 2.1 (pytorch issues), and NCCL's
+# buffers, about 1.5 GiB a process after its first barrier.
+CONTEXT_BYTES = 700 * 2**20
+NCCL_BYTES = 1536 * 2**20
 PERIODS = ("micro_step", "step", "save")
 
 
@@ -53,7 +65,8 @@ class MemoryLine:
 
     Args:
         name: What is held, in words.
-        kind: "parameters", "gradients" or "optimizer" (model state), or "buffer".
+        kind: "parameters", "gradients" or "optimizer" (model state), "buffer", "activations",
+            "logits", or "cached" (in what the allocator reserves only).
         phases: Phases of a step in which it is held.
         per_rank: Bytes on each rank.
         on_host: Whether it lies in host memory, offloaded, and not on the device.
@@ -66,7 +79,7 @@ class MemoryLine:
     on_host: bool = False
 
     def __post_init__(self) -> None:
-        choice("kind", self.kind, ("parameters", "gradients", "optimizer", "buffer"))
+        choice("kind", self.kind, KINDS)
         for phase in self.phases:
             choice("phase", phase, PHASES)
 
@@ -91,11 +104,15 @@ class MemoryReport:
         lines: What is held, when, on which rank.
         paper_bytes: Model state of one rank by the paper, even shards, host and device together.
         paper: The paper's formula, in words.
+        fragmentation: The allocator's segments over live tensors.
+        has_peers: Whether there are other ranks, where the report is of one; None asks its lines.
     """
 
     lines: tuple[MemoryLine, ...]
     paper_bytes: int | float
     paper: str
+    fragmentation: float = FRAGMENTATION
+    has_peers: bool | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -105,12 +122,12 @@ class MemoryReport:
     @property
     def per_rank(self) -> tuple[int, ...]:
         """Bytes of model state (parameters, gradients, optimizer) on each rank's device."""
-        return self._sum(line for line in self._on_device if line.kind != "buffer")
+        return self._sum(line for line in self._on_device if line.kind in STATES)
 
     @property
     def host_per_rank(self) -> tuple[int, ...]:
         """Bytes of model state that each rank holds in host memory, offloaded."""
-        return self._sum(line for line in self.lines if line.on_host and line.kind != "buffer")
+        return self._sum(line for line in self.lines if line.on_host and line.kind in STATES)
 
     @property
     def host_bytes(self) -> int:
@@ -131,8 +148,34 @@ class MemoryReport:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of model state and buffers in the fullest phase on the heaviest rank."""
+        """Bytes of live tensors in the fullest phase on the heaviest rank: torch's "allocated"."""
         return max(self.phase_bytes(phase) for phase in PHASES)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which the heaviest rank holds most."""
+        return max(PHASES, key=self.phase_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the allocator's segments on the heaviest rank: torch's "reserved".
+
+        `fragmentation` times the peak, and what it keeps where rows differ in length. On a full
+        device the allocator gives the latter back before it fails.
+        """
+        cached = max(self._sum(line for line in self._on_device if line.kind == "cached"))
+        return round(self.fragmentation * self.peak_bytes) + cached
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes that nvidia-smi shows for the heaviest rank: reserved, CUDA's context, NCCL."""
+        return self.reserved_bytes + self.context_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of a GPU's memory that a process takes beside the allocator's."""
+        peers = self.num_ranks > 1 if self.has_peers is None else self.has_peers
+        return CONTEXT_BYTES + (NCCL_BYTES if peers else 0)
 
     def phase_bytes(self, phase: str) -> int:
         """Return the bytes that the heaviest rank holds in a phase of a step.
@@ -141,7 +184,8 @@ class MemoryReport:
             ValueError: The phase does not exist.
         """
         choice("phase", phase, PHASES)
-        return max(self._sum(line for line in self._on_device if phase in line.phases))
+        live = [line for line in self._on_device if line.kind != "cached"]
+        return max(self._sum(line for line in live if phase in line.phases))
 
     def kind_bytes(self, kind: str) -> tuple[int, ...]:
         """Return the bytes of one kind of line on each rank's device."""
