@@ -1,0 +1,1 @@
+"""What `distft.plan` is made of: speeds of a machine, layouts, advice, tables and plots."""
