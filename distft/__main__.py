@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_inspect(commands)
     _add_topo(commands)
+    _add_bench_collectives(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -130,6 +131,24 @@ def _add_topo(commands: Any) -> None:
     command.set_defaults(run=_topo)
 
 
+def _add_bench_collectives(commands: Any) -> None:
+    command = commands.add_parser(
+        "bench-collectives",
+        help="time collectives over sizes on the ranks of a launcher, as nccl-tests prints them",
+        epilog="example: torchrun --nproc-per-node=8 -m distft bench-collectives --out links.json",
+    )
+    command.add_argument("--local", type=int, help="start this many CPU ranks here, no launcher")
+    command.add_argument("--ops", nargs="+", help="collectives; default all that measure() has")
+    command.add_argument("--sizes", nargs="+", type=int, help="bytes of the full buffer")
+    command.add_argument("--ranks", nargs="+", type=int, help="sizes of groups; default 2, 4, ...")
+    command.add_argument("--out", help="JSON to write, for Cluster.load and Cluster.with_measured")
+    command.add_argument("--plot", help="picture to write")
+    command.add_argument(
+        "--compare-no-p2p", action="store_true", help="measure without NVLink too, and draw both"
+    )
+    command.set_defaults(run=_bench_collectives)
+
+
 def _add_max_ram(command: Any) -> None:
     command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
 
@@ -207,6 +226,27 @@ def _topo(options: argparse.Namespace) -> int:
     else:
         cluster = Cluster.detect(**wires)
     _report(options, summarize(cluster, options.ranks))
+    return 0
+
+
+def _bench_collectives(options: argparse.Namespace) -> int:
+    from distft.topology.microbenchmark import measured_here
+
+    chosen = (options.ops, options.sizes, options.ranks, options.compare_no_p2p)
+    if options.local:
+        from distft.testing import WorkerPool
+
+        with WorkerPool(options.local, timeout=600) as pool:
+            rank, found = pool.run(measured_here, *chosen)[0]
+    else:
+        rank, found = measured_here(*chosen)
+    if rank == 0:
+        if options.out:
+            found[0].save(options.out)
+        if options.plot:
+            found[0].plot(options.plot, *found[1:])
+        for measured in found:
+            _report(options, measured)
     return 0
 
 

@@ -42,7 +42,11 @@ def group_bandwidth(cluster: Cluster, op: str, ranks: int | tuple[int, ...], str
         return inside
     # The groups of a domain share its wires, each as many as it has ranks there.
     share = count / (cluster.gpus_per_node * cluster.nvlink_nodes)
-    assert cluster.internode_gbps is not None
+    if cluster.internode_gbps is None:
+        raise ValueError(
+            f"{op} over {ranks} ranks crosses {domains} nodes, whose wire is neither given nor "
+            "measured. Pass internode_gbps, or measure that group."
+        )
     domain = cluster.internode_gbps * 1e9 / _BITS * cluster.nvlink_nodes
     wire = domain * share * links.NETWORK_SHARE
     if op == "all_to_all":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distft.formulas._numbers import amount, whole
 from distft.topology.bandwidth import bus_factor, group_alpha, group_bandwidth
@@ -13,9 +14,12 @@ from distft.topology.defects import wiring_warnings
 from distft.topology.gpus import Gpu, gpu_by_name
 from distft.topology.parse import parse_table
 from distft.topology.placement import Placement
-from distft.topology.table import Table
+from distft.topology.table import Table, unknown_table
 from distft.topology.visible_devices import visible_numbers
 from distft.topology.wiring import Hop, Wiring
+
+if TYPE_CHECKING:
+    from distft.topology.measurements import Measurements
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Cluster:
         nvlink_nodes: Nodes that share one NVLink switch: 18 trays in a rack of GB200, else 1.
         visible: GPUs that may be used, in the order of `CUDA_VISIBLE_DEVICES`; empty for all.
         name: Name of the preset.
+        measured: Times that stand before predicted ones, for the groups that they have.
 
     Raises:
         ValueError: An argument is out of range, or there are nodes but no speed between them.
@@ -43,6 +48,7 @@ class Cluster:
     nvlink_nodes: int = 1
     visible: tuple[int, ...] = ()
     name: str = ""
+    measured: Measurements | None = None
     _cache: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +56,7 @@ class Cluster:
         whole("nvlink_nodes", self.nvlink_nodes, 1)
         if self.internode_gbps is not None and amount("internode_gbps", self.internode_gbps) == 0:
             raise ValueError("internode_gbps is 0, but nodes need a wire. Pass Gbit/s above 0.")
-        if self.internode_gbps is None and self.nodes > self.nvlink_nodes:
+        if self.internode_gbps is None and self.nodes > self.nvlink_nodes and not self.measured:
             raise ValueError(
                 f"There are {self.nodes} nodes, but internode_gbps is not given. Pass the Gbit/s "
                 "of all network cards of a node together."
@@ -146,6 +152,50 @@ class Cluster:
         if count is None:
             return cluster
         return replace(cluster, visible=cluster.place(count).gpus, name=f"{count}x{found.name}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Return the cluster on which `distft.topology.measure` was run, with what it measured.
+
+        Without `nvidia-smi` there, links are "unknown".
+
+        Raises:
+            ValueError: The file is none that `Measurements.save` wrote.
+
+        Collective: none.
+        """
+        from distft.topology.measurements import load_measurements
+
+        measured = load_measurements(path)
+        each = measured.local_world_size
+        table = parse_table(measured.topology) if measured.topology else unknown_table(each)
+        try:
+            gpu = gpu_by_name(measured.device)
+        except ValueError:
+            gpu = None
+        usable = table.gpus[:each] if each < len(table.gpus) else ()
+        nodes = -(-measured.world_size // each)
+        # What was measured between nodes says how fast they are joined.
+        return cls(table, gpu, nodes, visible=usable, measured=measured)
+
+    def with_measured(self, measured: str | Path | Measurements) -> Cluster:
+        """Return this cluster with measured times, which stand before predicted ones.
+
+        They hold for the collectives and group sizes that they have; others are predicted.
+
+        Args:
+            measured: What `distft.topology.measure` returned, or the file it was saved to.
+
+        Raises:
+            ValueError: The file is none that `Measurements.save` wrote.
+
+        Collective: none.
+        """
+        from distft.topology.measurements import Measurements, load_measurements
+
+        if not isinstance(measured, Measurements):
+            measured = load_measurements(measured)
+        return replace(self, measured=measured)
 
     @property
     def num_gpus(self) -> int:
@@ -257,6 +307,10 @@ class Cluster:
         >>> round(Cluster.preset("8xA100-SXM").bus_bandwidth("all_reduce", 8) / 1e9)
         234
         """
+        if self.measured and stride == 1 and isinstance(ranks, int):
+            found = self.measured.bus_bandwidth(op, ranks)
+            if found is not None:
+                return found
         key = (op, ranks if isinstance(ranks, int) else tuple(ranks), stride)
         if key not in self._cache:
             self._cache[key] = group_bandwidth(self, *key)
@@ -280,9 +334,14 @@ class Cluster:
         >>> round(Cluster.preset("8xH100-SXM").time("all_gather", 16e9, 8), 3)
         0.04
         """
+        amount("num_bytes", num_bytes)
+        if self.measured and stride == 1 and isinstance(ranks, int):
+            found = self.measured.seconds(op, num_bytes, ranks)
+            if found is not None:
+                return found
         count = ranks if isinstance(ranks, int) else len(ranks)
         bandwidth = self.bus_bandwidth(op, ranks, stride)
-        moved = amount("num_bytes", num_bytes) * bus_factor(op, count)
+        moved = num_bytes * bus_factor(op, count)
         return group_alpha(self, op, ranks, stride) + moved / bandwidth
 
     def checked(self, gpus: Sequence[int]) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ _PATIENCE = 60
 
 def detected() -> tuple[Table, Gpu | None, tuple[int, ...]]:
     """Return this machine's links, kind of GPU (None if unknown or mixed), visible GPUs."""
-    table = parse_table(_nvidia_smi("topo", "-m"))
-    lines = _nvidia_smi("--query-gpu=index,name,uuid", "--format=csv,noheader").splitlines()
+    table = parse_table(nvidia_smi("topo", "-m"))
+    lines = nvidia_smi("--query-gpu=index,name,uuid", "--format=csv,noheader").splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 2]
     uuids = {uuid: int(index) for index, _, uuid in rows if index.isdecimal()}
     usable = visible_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), table.gpus, uuids)
@@ -39,7 +39,8 @@ def _kind(names: list[str]) -> tuple[Gpu | None, str]:
         return None, f"The GPU {names[0]!r} is not known, and neither is any speed."
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
+    """Return what `nvidia-smi` prints for some arguments, or raise RuntimeError."""
     command = ("nvidia-smi", *arguments)
     way_out = (
         "Run it where the GPUs are and pass its text to Cluster.parse, or take Cluster.preset."

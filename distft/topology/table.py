@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distft.topology.links import UNKNOWN
+
 
 @dataclass(frozen=True)
 class Table:
@@ -51,3 +53,15 @@ class Table:
             for link in row[i + 1 :]:
                 counts[link] = counts.get(link, 0) + 1
         return counts
+
+
+def unknown_table(count: int) -> Table:
+    """Return a table of `count` GPUs of which nothing is known.
+
+    Collective: none.
+
+    >>> unknown_table(2).link(0, 1)
+    'unknown'
+    """
+    rows = (("X" if i == j else UNKNOWN for j in range(count)) for i in range(count))
+    return Table(tuple(range(count)), tuple(map(tuple, rows)))
