@@ -197,6 +197,22 @@ class Cluster:
             measured = load_measurements(measured)
         return replace(self, measured=measured)
 
+    def with_visible(self, devices: str | Sequence[int]) -> Cluster:
+        """Return this cluster with other GPUs of each node in use.
+
+        Args:
+            devices: A value of `CUDA_VISIBLE_DEVICES`, or numbers, in CUDA's order.
+
+        Raises:
+            ValueError: A GPU is not there, or there twice.
+
+        Collective: none.
+
+        >>> Cluster.preset("8xH200-NVL").with_visible("0,1,4,5").nvlink_groups
+        [[0, 1], [4, 5]]
+        """
+        return replace(self, visible=visible_numbers(devices, self.table.gpus))
+
     @property
     def num_gpus(self) -> int:
         """Number of GPUs of all nodes that may be used."""
@@ -239,7 +255,13 @@ class Cluster:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What did not add up in the text, and bridges that are broken or unlike others."""
-        return (*self.table.warnings, *wiring_warnings(self.wiring, self.gpu))
+        found = [*self.table.warnings, *wiring_warnings(self.wiring, self.gpu)]
+        if self.gpu and self.gpu.name.startswith("GB") and self.nodes > 1 == self.nvlink_nodes:
+            found.append(
+                "Trays of one rack share a switch, which the table of a tray does not show. "
+                "Pass nvlink_nodes=18 for a rack of 72 GPUs."
+            )
+        return tuple(found)
 
     def slowest_hop(self, gpus: Sequence[int]) -> Hop | None:
         """Return the slowest link that the best ring over some GPUs of a node needs.

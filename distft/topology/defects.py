@@ -15,6 +15,7 @@ def wiring_warnings(wiring: Wiring, gpu: Gpu | None) -> list[str]:
         *_fewer_links(wiring),
         *_left_out(wiring),
         *_ambiguous(wiring, gpu),
+        *_hidden(wiring, gpu),
     ]
 
 
@@ -66,4 +67,15 @@ def _ambiguous(wiring: Wiring, gpu: Gpu | None) -> list[str]:
     return [
         "The two GPUs share all links of a card: a bridge, or a part of a switch's node. "
         "They are taken for a pair at full speed."
+    ]
+
+
+def _hidden(wiring: Wiring, gpu: Gpu | None) -> list[str]:
+    """Say that modules show no NVLink, which their board has."""
+    num = len(wiring.table.gpus)
+    if gpu is None or not gpu.is_module or num < 2 or wiring.fabric != "pcie":
+        return []
+    return [
+        f"The table shows no NVLink between {num} {gpu.name}, whose modules have {gpu.nvlinks}: "
+        "`topo -mp` hides them, or they are down or not passed through."
     ]

@@ -32,7 +32,10 @@ def detected() -> tuple[Table, Gpu | None, tuple[int, ...]]:
 def _kind(names: list[str]) -> tuple[Gpu | None, str]:
     """Return the one kind that all GPUs are, or None and what to say."""
     if len(names) != 1:
-        return None, f"The GPUs are {len(names)} kinds ({', '.join(names)}): no speed is known."
+        return None, (
+            f"The GPUs are {len(names)} kinds ({', '.join(names)}), so no speed is known, and CUDA "
+            "numbers them as here with CUDA_DEVICE_ORDER=PCI_BUS_ID only."
+        )
     try:
         return gpu_by_name(names[0]), ""
     except ValueError:

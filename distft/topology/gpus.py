@@ -9,6 +9,8 @@ from dataclasses import dataclass
 GIB = 2**30
 # One direction of 16 lanes after 128b/130b coding, by PCIe generation.
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
+# Kinds that are sold as modules; their cards are called PCIe or NVL.
+_MODULES = ("GB200", "B200", "H200", "H100", "H800", "H20", "A100", "A800", "V100")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Gpu:
         nvlink_bandwidth: Bytes/s of one link in one direction, on the wire.
         pcie_bandwidth: Bytes/s of the PCIe slot in one direction, on the wire.
         multicast: Whether a switch sums on the way (NVLink SHARP, since Hopper).
+        is_module: Whether it sits on a board that joins its NVLinks; cards have bridges, or none.
 
     Source: data sheets of the maker; memory as `torch.cuda.get_device_properties` gives it.
     """
@@ -36,6 +39,7 @@ class Gpu:
     nvlink_bandwidth: float = 0.0
     pcie_bandwidth: float = _PCIE[4]
     multicast: bool = False
+    is_module: bool = False
 
 
 def _gpu(
@@ -43,6 +47,7 @@ def _gpu(
 ) -> Gpu:
     """Make one from the units that data sheets use."""
     hopper = links > 0 and name.startswith(("H", "B", "GB"))
+    module = name.partition("-")[0] in _MODULES and not name.partition("-")[2].startswith("P")
     return Gpu(
         name,
         round(gib * GIB),
@@ -52,6 +57,7 @@ def _gpu(
         link_gbps * 1e9,
         _PCIE[pcie],
         multicast=hopper,
+        is_module=module and "NVL" not in name,
     )
 
 
@@ -74,14 +80,19 @@ _ALL = (
     _gpu("A800-80GB", 79.2, 312, 2039, 8, 25, 4),
     _gpu("V100-32GB", 31.7, 125, 900, 6, 25, 3),
     _gpu("V100-16GB", 15.8, 125, 900, 6, 25, 3),
+    _gpu("P100-16GB", 15.9, 21.2, 732, 4, 20, 3),
+    _gpu("A30", 23.5, 165, 933, 4, 25, 4),
+    _gpu("A5000", 23.6, 111, 768, 4, 14.0625, 4),
     _gpu("A6000", 47.5, 154.8, 768, 4, 14.0625, 4),
     _gpu("A40", 44.4, 149.7, 696, 4, 14.0625, 4),
     _gpu("RTX3090", 23.7, 71, 936, 4, 14.0625, 4),
     _gpu("TITAN-RTX", 23.6, 130.5, 672, 2, 25, 3),
     _gpu("RTX5090", 31.4, 209.5, 1792, 0, 0, 5),
     _gpu("RTX4090", 23.6, 165.2, 1008, 0, 0, 4),
+    _gpu("RTX6000-Ada", 47.4, 364, 960, 0, 0, 4),
     _gpu("L40S", 44.4, 362, 864, 0, 0, 4),
     _gpu("L4", 22.0, 121, 300, 0, 0, 4),
+    _gpu("A10", 22.1, 125, 600, 0, 0, 4),
     _gpu("A10G", 22.0, 70, 600, 0, 0, 4),
     _gpu("T4", 14.6, 65, 320, 0, 0, 3),
 )
@@ -110,6 +121,9 @@ _ALIASES = {
     "a800": "A800-80GB",
     "a80080": "A800-80GB",
     "a800sxm480gb": "A800-80GB",
+    "6000adageneration": "RTX6000-Ada",
+    "p100": "P100-16GB",
+    "p100sxm216gb": "P100-16GB",
     "v100": "V100-32GB",
     "v10032": "V100-32GB",
     "v10016": "V100-16GB",

@@ -19,7 +19,7 @@ class Summary:
         nvlink_groups: As `Cluster.nvlink_groups`.
         link_pairs: Pairs of GPUs of each link, in one node.
         numa_affinity: NUMA node of each GPU.
-        nics: Network cards.
+        nics: For each usable GPU, the network cards that are nearest to it.
         placements: By number of ranks: the value of CUDA_VISIBLE_DEVICES, the slowest hop, and
             the bus bandwidth of an all_reduce and an all_gather in GB/s (None if not known).
         warnings: As `Cluster.warnings`.
@@ -32,7 +32,7 @@ class Summary:
     nvlink_groups: list[list[int]]
     link_pairs: dict[str, int]
     numa_affinity: tuple[str | None, ...]
-    nics: tuple[str, ...]
+    nics: tuple[tuple[str, ...], ...]
     placements: tuple[Place, ...]
     warnings: tuple[str, ...]
 
@@ -46,7 +46,7 @@ class Summary:
             f"NVLink groups  {groups or 'none'}",
             f"Links          {pairs or 'none'}",
             f"NUMA nodes     {numa if any(self.numa_affinity) else 'not stated'}",
-            f"Network cards  {len(self.nics)}",
+            f"Network cards  {_cards(self.nics)}",
             "",
             "ranks  slowest hop  all_reduce  all_gather  run with",
             *map(str, self.placements),
@@ -54,6 +54,14 @@ class Summary:
             *(f"warning: {warning}" for warning in self.warnings),
         ]
         return "\n".join(lines)
+
+
+def _cards(nics: tuple[tuple[str, ...], ...]) -> str:
+    """Name the nearest card of each GPU, with the number of others that are as near."""
+    if not any(nics):
+        return "none stated"
+    more = (f"+{len(near) - 1}" if len(near) > 1 else "" for near in nics)
+    return ", ".join(f"{near[0]}{n}" if near else "-" for near, n in zip(nics, more, strict=True))
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def summarize(cluster: Cluster, ranks: int | None = None) -> Summary:
         cluster.nvlink_groups,
         table.link_pairs(),
         tuple(table.numa_affinity[i] for i in at) if table.numa_affinity else (),
-        table.nics,
+        tuple(map(table.nearest_nics, cluster.usable)),
         tuple(_place(cluster, count) for count in counts),
         cluster.warnings,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distft.topology.links import UNKNOWN
+from distft.topology.links import UNKNOWN, distance
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,23 @@ class Table:
                     "Pass numbers of that list."
                 )
         return self.links[self.gpus.index(first)][self.gpus.index(second)]
+
+    def nearest_nics(self, gpu: int) -> tuple[str, ...]:
+        """Return the network cards that are nearest to a GPU, all that are equally near.
+
+        Nothing where the text does not say. Cards that are no PCIe device of the host, such as EFA's
+        in some machines, are not in the table.
+
+        Raises:
+            ValueError: The number is none of this node's.
+        """
+        self.link(gpu, gpu)
+        if not self.nic_links:
+            return ()
+        links = self.nic_links[self.gpus.index(gpu)]
+        away = [distance(link) if link != "?" else distance(UNKNOWN) for link in links]
+        near = min(away, default=None)
+        return tuple(nic for nic, far in zip(self.nics, away, strict=True) if far == near)
 
     def link_pairs(self) -> dict[str, int]:
         """Count the pairs of GPUs of each link."""

@@ -175,12 +175,29 @@ def test_two_gpus_with_all_links_are_a_pair_at_full_speed_with_a_warning():
     assert "a bridge, or a part of a switch's node" in cluster.warnings[0]
 
 
+def test_modules_without_nvlink_and_trays_without_a_rack_are_warned_of():
+    hidden = Cluster.parse((TEXTS / "41-all-sys-8nic.txt").read_text(), gpu="H100-80GB")
+    assert "no NVLink between 8 H100-80GB, whose modules have 18" in hidden.warnings[0]
+    assert Cluster.parse(full(4, "SYS"), gpu="H100-PCIe").warnings == ()
+    trays = Cluster.parse(full(4, "NV18"), gpu="GB200", nodes=2, internode_gbps=1600)
+    assert "Pass nvlink_nodes=18" in trays.warnings[0]
+
+
+def test_the_nearest_network_cards_of_a_gpu_are_named():
+    table = Cluster.parse((TEXTS / "01-a100-sxm-nv12-8nic.txt").read_text()).table
+    assert table.nearest_nics(0) == ("mlx5_0", "mlx5_1")
+    assert table.nearest_nics(7) == ("mlx5_6", "mlx5_7")
+    assert Cluster.preset("p5").table.nearest_nics(0) == ()
+
+
 def test_visible_devices_keep_the_numbers_of_nvidia_smi():
     cluster = Cluster.parse(H200_NVL, visible_devices="6,7,0,1,2")
     assert cluster.num_gpus == 5
     assert cluster.nvlink_groups == [[0, 1, 2], [6, 7]]
     assert cluster.usable[0] == 6
     assert str(cluster.place(3)) == "CUDA_VISIBLE_DEVICES=0,1,2"
+    across = Cluster.preset("8xH200-NVL").with_visible([0, 1, 4, 5])
+    assert across.bus_bandwidth("all_reduce", 4) < 40e9
 
 
 @pytest.mark.parametrize("name", PRESETS)
