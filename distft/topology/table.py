@@ -49,8 +49,8 @@ class Table:
     def nearest_nics(self, gpu: int) -> tuple[str, ...]:
         """Return the network cards that are nearest to a GPU, all that are equally near.
 
-        Nothing where the text does not say. Cards that are no PCIe device of the host, such as EFA's
-        in some machines, are not in the table.
+        Nothing where the text does not say. Cards that the driver does not see, such as EFA's in
+        some machines, are not in the table.
 
         Raises:
             ValueError: The number is none of this node's.

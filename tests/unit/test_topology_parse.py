@@ -66,7 +66,7 @@ UNUSUAL = {
     "rows permuted": "\tGPU0\tGPU1\nGPU1\tNV4\tX\nGPU0\tX\tNV4",
     "labels of srun": "0: \tGPU0\tGPU1\n0: GPU0\tX\tNV4\n0: GPU1\tNV4\tX",
     "table of a page": "| | GPU0 | GPU1 |\n|---|---|---|\n| GPU0 | X | NV4 |\n| GPU1 | NV4 | X |",
-    "slices named": "\tGPU0\tGPU1\nGPU0\tX\tNV4\n  MIG 1g.10gb Device 0: (UUID)\nGPU1\tNV4\tX",
+    "a slice": "\tGPU0\tGPU1\nGPU0\tX\tNV4\n  MIG 1g.10gb Device 0: (UUID)\nGPU1\tNV4\tX",
     "quoted": "> \tGPU0\tGPU1\n> GPU0\tX\tNV4\n> GPU1\tNV4\tX",
 }
 
