@@ -81,8 +81,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the import, a load's memory, and a training step against one written by hand."""
+    """Measure the import, memory of loads and conversions, a step against one written by hand."""
     install(session, ".[all]", "bench")
     session.run("python", "benchmarks/import_time.py", env=CPU)
     session.run("python", "benchmarks/load.py", env=CPU)
+    session.run("python", "benchmarks/chunks.py", env=CPU)
     session.run("python", "benchmarks/step.py", *session.posargs, env=CPU)
