@@ -339,17 +339,17 @@ class Workload:
             object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 
     def check_covered(self) -> None:
-        """Raise where the cost formulas do not cover this load yet.
+        """Raise where strategies do not train this load, so that they have no costs for it.
 
         Raises:
-            ValueError: The tuning is not `"full"`.
+            ValueError: The tuning is `"qlora"`.
 
         Collective: none.
         """
-        if self.tuning != "full":
+        if self.tuning == "qlora":
             raise ValueError(
-                f"Workload(tuning={self.tuning!r}) is not covered by the cost formulas of this "
-                "version, only tuning='full' is. For frozen weights use ModelSpec.from_model."
+                "Workload(tuning='qlora') is not covered by the strategies of this version, "
+                "tuning='full' and 'lora' are. distft.plan estimates quantized weights."
             )
 
     @property

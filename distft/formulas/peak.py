@@ -25,6 +25,7 @@ from distft.formulas.working import (
     Kept,
     logit_bytes,
     mean_copies,
+    norm_copies,
     score_bytes,
     whole_copies,
 )
@@ -136,6 +137,8 @@ class Run:
         imbalance: Rows of the busiest rank's experts over the mean.
         loads_whole: Whether each rank holds all weights once while they are loaded.
         root_split: Whether the embedding and the head are units of their own.
+        splits_rows: Whether ranks of `tp` share the rows of norms and of the loss too (sequence
+            parallelism); else each holds all of them.
     """
 
     shape: Shape
@@ -158,6 +161,7 @@ class Run:
     imbalance: float = 1.0
     loads_whole: bool = False
     root_split: bool = False
+    splits_rows: bool = True
 
     def __post_init__(self) -> None:
         whole("rows", self.rows, 1)
@@ -191,7 +195,7 @@ def _stage(run: Run, is_first: bool, is_last: bool) -> MemoryReport:
         for name, kind, phases, size, on_host in (
             *_states(run, is_first, is_last),
             *_buffers(run, is_first, is_last),
-            *_working(run, is_first, is_last),
+            *working_lines(run, is_first, is_last),
         )
         if size >= 1
     ]
@@ -334,28 +338,44 @@ def _buffers(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
     yield "gathered blocks, gradient, reduce-scatter input", "buffer", ("backward",), both, False
 
 
-def _working(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
+def working_lines(run: Run, is_first: bool = True, is_last: bool = True) -> Iterator[_Line]:
+    """Yield what a micro-step keeps on one rank: name, kind, phases, bytes, whether on the host.
+
+    Collective: none.
+    """
     shape, layout = run.shape, run.layout
-    copy = run.tokens * shape.hidden * run.element / layout.tp
+    copy = run.tokens * shape.hidden * run.element
     layers = shape.layers / layout.pp
     per_layer = mean_copies(shape, run.kept, run.checkpointing, run.imbalance)
+    whole_layer = whole_copies(shape, run.kept, run.imbalance)
+    # Of these each rank of a tp group holds all, where rows are not split.
+    unsplit = 0.0 if run.splits_rows else 1.0
+    around = unsplit * norm_copies(shape, run.kept)
+    per_rank = _split(per_layer, around if run.checkpointing == "none" else unsplit, layout.tp)
+    again = _split(whole_layer, around, layout.tp) - per_rank
     in_flight = max(run.num_in_flight, 1) if is_first else 1
     scores = 0
     if not run.flash:
         scores = score_bytes(shape.heads, run.seq_len, run.rows) // layout.tp
-    kept = copy * layers * per_layer * in_flight
+    kept = copy * layers * per_rank * in_flight
     if run.checkpointing != "full":
         kept += scores * layers * in_flight
     when = ("forward", "loss", "backward")
     yield "activations", "activations", when, kept, False
     if run.checkpointing != "none":
-        again = copy * (whole_copies(shape, run.kept, run.imbalance) - per_layer) + scores
-        yield "one block computed again", "activations", ("backward",), again, False
+        recomputed = copy * again + scores
+        yield "one block computed again", "activations", ("backward",), recomputed, False
     if is_last and shape.vocab:
-        logits = logit_bytes(run.tokens, shape.vocab, run.loss, layout.tp)
+        parts = layout.tp if run.splits_rows else 1
+        logits = logit_bytes(run.tokens, shape.vocab, run.loss, parts, run.element)
         yield "logits and loss", "logits", ("loss",), logits, False
         if run.mixed_tokens:
-            again = logit_bytes(run.mixed_tokens, shape.vocab, run.loss, layout.tp)
+            cached = logit_bytes(run.mixed_tokens, shape.vocab, run.loss, parts, run.element)
             # Scores are in blocks as large.
-            again += round(scores * (run.mixed_tokens / run.tokens) ** 2)
-            yield "blocks of rows of other lengths", "cached", ("loss",), again, False
+            cached += round(scores * (run.mixed_tokens / run.tokens) ** 2)
+            yield "blocks of rows of other lengths", "cached", ("loss",), cached, False
+
+
+def _split(copies: float, unsplit: float, tp: int) -> float:
+    """Return the copies that one rank of `tp` holds, where `unsplit` of them are on each."""
+    return unsplit + (copies - unsplit) / tp

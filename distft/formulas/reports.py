@@ -11,7 +11,8 @@ from distft.formulas._numbers import choice, exact, whole
 from distft.formulas.traffic import ring_fraction
 
 PHASES = ("load", "forward", "loss", "backward", "step", "save", "consolidate")
-ALWAYS = PHASES
+# All but the last, in which no run is there: model state lies in files.
+ALWAYS = PHASES[:-1]
 STATES = ("parameters", "gradients", "optimizer")
 # Beside model state: what is gathered or reduced, what a micro-step keeps for its backward pass,
 # and blocks that the allocator keeps where rows differ in length.
@@ -96,9 +97,10 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that each rank holds: model state to the byte, buffers as upper estimates.
+    """Bytes that each rank holds: model state to the byte, all else as estimates.
 
-    Activations and logits are not in it. Bytes are the device's, but for what `host` names.
+    Bytes are the device's, but for what `host` names. `peak_bytes` is what torch calls allocated,
+    `reserved_bytes` and `process_bytes` are what its allocator and nvidia-smi say.
 
     Args:
         lines: What is held, when, on which rank.
@@ -177,6 +179,11 @@ class MemoryReport:
         peers = self.num_ranks > 1 if self.has_peers is None else self.has_peers
         return CONTEXT_BYTES + (NCCL_BYTES if peers else 0)
 
+    @property
+    def _left_out(self) -> str:
+        has_activations = any(line.kind == "activations" for line in self.lines)
+        return "" if has_activations else "; without activations, whose widths are not known"
+
     def phase_bytes(self, phase: str) -> int:
         """Return the bytes that the heaviest rank holds in a phase of a step.
 
@@ -210,7 +217,9 @@ class MemoryReport:
                 f"model state: {_grouped(self.model_state_bytes)} bytes on the heaviest rank",
                 *([host] if self.host_bytes else []),
                 f"by the paper: {_grouped(self.paper_bytes)} bytes, {self.paper}",
-                f"peak without activations: {_grouped(self.peak_bytes)} bytes",
+                f"peak: {_grouped(self.peak_bytes)} bytes of live tensors ({self.peak_phase}), "
+                f"{_grouped(self.reserved_bytes)} reserved,",
+                f"{_grouped(self.process_bytes)} of the process{self._left_out}",
             )
         )
 

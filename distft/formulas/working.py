@@ -98,6 +98,17 @@ def _around(shape: Shape, kept: Kept) -> float:
     return copies + (3.0 if kept.adapters == "attention" else 1.5 * (3 + q))
 
 
+def norm_copies(shape: Shape, kept: Kept = Kept()) -> float:
+    """Copies of a layer that tensor parallelism alone does not split: norms and the residual.
+
+    Collective: none.
+    """
+    eager = kept.kernels == "eager"
+    norms = 1 if shape.parallel else 2
+    inside = 3 if eager and not shape.layer_norm else 1
+    return norms * (inside + 1) + (1 if eager else 0)
+
+
 def _feed_forward(shape: Shape, kept: Kept, width: float) -> float:
     """Return the copies of a feed-forward layer of a width, in units of the hidden width."""
     inner = {"eager": 4, "compiled": 3, "fused": 2}[kept.kernels] if shape.gated else 2
@@ -192,7 +203,7 @@ def score_bytes(heads: int, seq_len: int, rows: int) -> int:
     return 5 * heads * seq_len * seq_len * rows
 
 
-def logit_bytes(tokens: int, vocab: int, loss: str, tp: int = 1) -> int:
+def logit_bytes(tokens: int, vocab: int, loss: str, tp: int = 1, element: int = 2) -> int:
     """Bytes of the logits, of what the loss makes of them and of their gradient.
 
     Source: see `LOGIT_BYTES`.
@@ -202,6 +213,7 @@ def logit_bytes(tokens: int, vocab: int, loss: str, tp: int = 1) -> int:
         vocab: Rows of the output head.
         loss: "eager", "trainer", "compiled", "chunked" or "fused".
         tp: Ranks over which the vocabulary is split in the loss.
+        element: Bytes of a logit as the head gives it; fp32 ones need no fp32 copy.
 
     Raises:
         ValueError: `loss` is unknown.
@@ -211,4 +223,7 @@ def logit_bytes(tokens: int, vocab: int, loss: str, tp: int = 1) -> int:
     >>> logit_bytes(8192, 256000, "eager") / 2**30
     27.34375
     """
-    return round(tokens * vocab * LOGIT_BYTES[choice("loss", loss, LOGIT_BYTES)] / tp)
+    size = LOGIT_BYTES[choice("loss", loss, LOGIT_BYTES)]
+    if element == 4:
+        size = {"eager": 12.0, "compiled": 12.0, "chunked": 12 / 8}.get(loss, size)
+    return round(tokens * vocab * size / tp)

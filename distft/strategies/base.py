@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.adapted import with_adapters
 from distft.formulas.architectures import expert_numbers
 from distft.kept import kept_names, mark_kept
 from distft.mesh import Mesh
@@ -33,6 +34,7 @@ from distft.strategies.guards import (
 from distft.strategies.hooks import StrategyHooks
 from distft.strategies.out_of_memory import explained, remember_optimizer
 from distft.strategies.precision import cast_parameters, compute_kept_in_fp32
+from distft.strategies.working import with_working_memory
 from distft.training.clip import bounds_of, check_max_norm, clip, keep_bounds, take_bounds
 from distft.training.data import Batches, Collate
 from distft.training.evaluation import EvalResult, run_evaluation
@@ -652,15 +654,30 @@ class Strategy(StrategyHooks):
     # ---- costs ------------------------------------------------------------------------------
 
     def memory(self, spec: ModelSpec, load: Workload, *, world_size: int) -> MemoryReport:
-        """Return the bytes of model state that each rank holds.
+        """Return the bytes that each rank holds in the phases of a step.
+
+        Model state to the byte, and buffers, activations and logits as estimates. Of a model
+        whose widths are not known (`ModelSpec.shape`) activations are left out.
 
         Raises:
             ValueError: The degrees do not fit ``world_size``, or the workload is not covered.
 
         Collective: none.
         """
+        mesh = self.mesh(world_size)
+        report = self.state_memory(spec, load, world_size=world_size)
+        return with_working_memory(report, self, spec, load, mesh)
+
+    def state_memory(self, spec: ModelSpec, load: Workload, *, world_size: int) -> MemoryReport:
+        """Return the bytes of model state and buffers alone, which no batch changes.
+
+        Raises:
+            ValueError: As `memory`.
+
+        Collective: none.
+        """
         load.check_covered()
-        return self._memory(spec, load, self.mesh(world_size))
+        return self._memory(with_adapters(spec, load), load, self.mesh(world_size))
 
     def traffic(self, spec: ModelSpec, load: Workload, *, world_size: int) -> TrafficReport:
         """Return the bytes that one rank puts on the wire, by collective.
@@ -675,4 +692,4 @@ class Strategy(StrategyHooks):
         Collective: none.
         """
         load.check_covered()
-        return self._traffic(spec, load, self.mesh(world_size))
+        return self._traffic(with_adapters(spec, load), load, self.mesh(world_size))

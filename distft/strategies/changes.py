@@ -102,13 +102,13 @@ def list_changes(
 
     Collective: none.
     """
-    now = held_bytes(strategy.memory(spec, load, world_size=world_size), phase)
+    now = held_bytes(strategy.state_memory(spec, load, world_size=world_size), phase)
     changes: list[Change] = []
     if phase in ("forward", "backward"):
         changes += _smaller_activations(strategy, shape, trains)
     for what, make, ranks in _candidates(strategy, world_size, trains, on_gpu):
         try:
-            report = make().memory(spec, load, world_size=ranks)
+            report = make().state_memory(spec, load, world_size=ranks)
         except (ValueError, TypeError):
             continue
         saved = now - held_bytes(report, phase)

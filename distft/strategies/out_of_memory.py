@@ -180,7 +180,7 @@ def _shape(batches: Any) -> Sequence[int] | None:
 def _explain(scene: _Scene) -> list[str]:
     ranks = group_size("An out-of-memory error")
     trains = scene.call in _TRAINS
-    report = scene.strategy.memory(scene.spec, scene.load, world_size=ranks)
+    report = scene.strategy.state_memory(scene.spec, scene.load, world_size=ranks)
     lines = [_compare(scene, report)]
     missing = _missing(scene, report)
     if scene.measured is not None:

@@ -1,0 +1,98 @@
+"""The tensors of a model with adapters, from those of the model: what LoRA freezes and adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from distft.spec import ModelSpec, TensorSpec, Workload
+
+_PREFIX = "base_model.model."
+# Matrices that are no linear layers: PEFT leaves routers alone.
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+
+
+def with_adapters(spec: ModelSpec, load: Workload) -> ModelSpec:
+    """Return the tensors that train under a workload: the model's own, or adapters beside them.
+
+    With adapters the model's are frozen, and each targeted linear layer of a block gets A (r, in)
+    and B (out, r); with `expert_lora_rank` so do the experts' matrices, r for each expert. Names
+    and order are PEFT's, but for experts, which PEFT nests.
+
+    Source: Hu et al. 2021 (LoRA), section 4.1; PEFT 0.21, `target_parameters`.
+
+    Raises:
+        ValueError: No linear layer has a name that is targeted, or there are no experts.
+
+    Collective: none.
+    """
+    if load.tuning == "full":
+        return spec
+    if load.expert_lora_rank is not None and not spec.num_experts:
+        raise ValueError(
+            f"Workload(expert_lora_rank={load.expert_lora_rank}), but the model has 0 experts. "
+            "Leave it out."
+        )
+    tensors = [each for tensor in spec.tensors for each in _adapted(tensor, load)]
+    if not any(tensor.trainable for tensor in tensors):
+        raise ValueError(
+            f"Workload(lora_targets={load.lora_targets!r}) names none of the linear layers in the "
+            f"model's {len(spec.tensors)} tensors. Pass names such as 'q_proj', or 'all-linear'."
+        )
+    ties = tuple((_PREFIX + one, _PREFIX + other) for one, other in spec.ties)
+    return replace(spec, tensors=tuple(tensors), ties=ties)
+
+
+def adapter_params(spec: ModelSpec, load: Workload) -> int:
+    """Return the parameters of a workload's adapters.
+
+    Raises:
+        ValueError: As `with_adapters`.
+
+    Collective: none.
+
+    >>> adapter_params(ModelSpec.from_config("Llama-2-7B"), Workload(tuning="lora", lora_rank=8,
+    ...     lora_targets=("q_proj", "v_proj")))
+    4194304
+    """
+    return with_adapters(spec, load).trainable_params
+
+
+def _adapted(tensor: TensorSpec, load: Workload) -> Iterator[TensorSpec]:
+    unit = _PREFIX + tensor.unit if tensor.unit else tensor.unit
+    bf16_unit = _PREFIX + tensor.bf16_unit if tensor.bf16_unit else tensor.bf16_unit
+    frozen = replace(
+        tensor, name=_PREFIX + tensor.name, unit=unit, bf16_unit=bf16_unit, trainable=False
+    )
+    rank = _rank(tensor, load)
+    if not rank:
+        yield frozen
+        return
+    layer = frozen.name.removesuffix(".weight")
+    out, width = (
+        (tensor.shape[1], tensor.shape[2]) if tensor.is_expert else (tensor.shape[0], tensor.numel)
+    )
+    if tensor.is_expert:
+        rank *= tensor.shape[0]
+        yield frozen
+    else:
+        width //= out
+        yield replace(frozen, name=f"{layer}.base_layer.weight")
+    common = {"unit": unit, "trainable": True, "is_expert": tensor.is_expert}
+    yield TensorSpec(f"{layer}.lora_A.default.weight", (rank, width), **common)
+    yield TensorSpec(f"{layer}.lora_B.default.weight", (out, rank), **common)
+
+
+def _rank(tensor: TensorSpec, load: Workload) -> int:
+    """Return the rank of the adapter on a tensor, 0 for none."""
+    if tensor.is_expert:
+        return (load.expert_lora_rank or 0) if len(tensor.shape) == 3 else 0
+    is_linear = len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.unit
+    if not is_linear or tensor.name.endswith(_ROUTERS):
+        return 0
+    if load.lora_targets == "all-linear":
+        return load.lora_rank
+    targets = (load.lora_targets,) if isinstance(load.lora_targets, str) else load.lora_targets
+    layer = tensor.name.removesuffix(".weight")
+    is_named = any(layer == name or layer.endswith(f".{name}") for name in targets)
+    return load.lora_rank if is_named else 0

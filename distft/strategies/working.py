@@ -1,0 +1,84 @@
+"""What a micro-step holds beside model state under a strategy: activations, logits, files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distft.formulas.peak import Layout, Run, working_lines
+from distft.formulas.reports import MemoryLine, MemoryReport
+from distft.formulas.working import Kept
+
+if TYPE_CHECKING:
+    from distft.mesh import Mesh
+    from distft.spec import ModelSpec, Workload
+    from distft.strategies.base import Strategy
+
+# What `consolidate` holds at most unless told otherwise (its `max_ram`).
+_CONSOLIDATION = 2_000_000_000
+
+
+def with_working_memory(
+    report: MemoryReport, strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh
+) -> MemoryReport:
+    """Return a report of model state with what a micro-step holds beside it.
+
+    Each rank holds the same of it. Without the widths of the model nothing is added but what
+    reading and consolidating files holds on the host.
+
+    Collective: none.
+    """
+    lines = list(report.lines)
+    ranks = report.num_ranks
+    weight = 4 if strategy.precision == "fp32" else 2
+    if spec.shape is not None:
+        run = run_of(strategy, spec, load, mesh)
+        lines += [
+            MemoryLine(name, kind, phases, (round(size),) * ranks)
+            for name, kind, phases, size, _ in working_lines(run)
+            if size >= 1
+        ]
+    lines += _of_files(spec, weight, ranks)
+    return replace(report, lines=tuple(lines))
+
+
+def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> Run:
+    """Return the numbers of a run that activations depend on.
+
+    Raises:
+        ValueError: The widths of the model are not known.
+
+    Collective: none.
+    """
+    if spec.shape is None:
+        raise ValueError(
+            f"The widths of this model with {len(spec.tensors)} tensors are not known, and "
+            "activations depend on them. Use ModelSpec.from_config, or a model with its config."
+        )
+    adapters = None
+    if load.tuning != "full":
+        adapters = "all" if load.lora_targets == "all-linear" else "attention"
+    return Run(
+        spec.shape,
+        Layout(mesh.dp_replicate, mesh.dp_shard, mesh.tp),
+        rows=load.micro_batch,
+        seq_len=load.seq_len,
+        kept=Kept("compiled" if strategy.compile else "eager", adapters, dropout=False),
+        checkpointing="full" if strategy.activation_checkpointing else "none",
+        loss=load.loss,
+        flash=load.attention != "eager",
+        adapters=None if adapters is None else 0,
+        element=4 if strategy.precision == "fp32" else 2,
+        splits_rows=False,
+    )
+
+
+def _of_files(spec: ModelSpec, weight: int, ranks: int) -> Iterator[MemoryLine]:
+    largest = weight * max(tensor.numel for tensor in spec.tensors)
+    name = "largest tensor of the files, read or written"
+    yield MemoryLine(name, "buffer", ("load", "save"), (largest,) * ranks, on_host=True)
+    # One process consolidates, within `max_ram`.
+    held = min(_CONSOLIDATION, weight * spec.total_params)
+    one = (held, *(0,) * (ranks - 1))
+    yield MemoryLine("buffers of consolidate", "buffer", ("consolidate",), one, on_host=True)
