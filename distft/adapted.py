@@ -78,9 +78,9 @@ def _adapted(tensor: TensorSpec, load: Workload) -> Iterator[TensorSpec]:
     else:
         width //= out
         yield replace(frozen, name=f"{layer}.base_layer.weight")
-    common = {"unit": unit, "trainable": True, "is_expert": tensor.is_expert}
-    yield TensorSpec(f"{layer}.lora_A.default.weight", (rank, width), **common)
-    yield TensorSpec(f"{layer}.lora_B.default.weight", (out, rank), **common)
+    for factor, shape in (("A", (rank, width)), ("B", (out, rank))):
+        name = f"{layer}.lora_{factor}.default.weight"
+        yield TensorSpec(name, shape, unit, True, tensor.is_expert)
 
 
 def _rank(tensor: TensorSpec, load: Workload) -> int:
