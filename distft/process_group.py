@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -213,20 +213,48 @@ def raise_together(error: BaseException | None) -> None:
     """
     import torch.distributed as dist
 
-    mine = None if error is None else (isinstance(error, ValueError), _describe(error))
+    mine = None if error is None else failure_of(error)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise error
         return
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
+    failure = first_failure(everyone)
+    if failure is None:
+        return
+    is_value_error, text = failure
+    raise (ValueError if is_value_error else RuntimeError)(text) from error
+
+
+Failure = tuple[bool, str]
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what other ranks are told of an error: whether it is a ``ValueError``, and its text.
+
+    Collective: none.
+    """
+    known = isinstance(error, ValueError | RuntimeError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    return isinstance(error, ValueError), text
+
+
+def first_failure(everyone: Sequence[Failure | None]) -> Failure | None:
+    """Return the failure that all ranks raise, of one or none of each rank.
+
+    >>> first_failure([None, (True, "Too large."), None])
+    (True, 'Too large. (on rank 1)')
+
+    Collective: none.
+    """
     failing = [rank for rank, found in enumerate(everyone) if found is not None]
     if not failing:
-        return
-    is_value_error, text = everyone[failing[0]]
+        return None
+    is_value_error, text = everyone[failing[0]]  # type: ignore[misc]
     if any(found != everyone[failing[0]] for found in everyone):
         text = f"{text} (on rank {failing[0]})"
-    raise (ValueError if is_value_error else RuntimeError)(text) from error
+    return is_value_error, text
 
 
 @contextmanager
@@ -241,11 +269,6 @@ def together() -> Iterator[None]:
     except Exception as found:
         error = found
     raise_together(error)
-
-
-def _describe(error: BaseException) -> str:
-    known = isinstance(error, ValueError | RuntimeError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 def from_rank0(value: Any) -> Any:

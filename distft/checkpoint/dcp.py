@@ -1,4 +1,4 @@
-"""State in torch's distributed checkpoint format: every rank writes and reads its own shards."""
+"""State in torch's distributed checkpoint format: its names, and every rank's reading."""
 
 from __future__ import annotations
 
@@ -66,23 +66,17 @@ def _state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str
     return {**getattr(optimizer, _RESTING, {}), **held}
 
 
-def write_dcp(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write this rank's shards of weights and optimizer state; a replica is written once.
+def named_items(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return every tensor that a save holds under its name there, the same on every rank.
 
-    Collective: every rank.
+    Collective: none.
     """
-    import torch.distributed.checkpoint as dcp
-
-    state: dict[str, Any] = {
-        f"{MODEL}.{name}": by_blocks(tensor.detach())
-        for name, tensor in named_tensors(model).items()
-    }
+    items = {f"{MODEL}.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
     for name, values in _state_by_name(model, optimizer).items():
         for key, value in values.items():
             if hasattr(value, "shape"):
-                state[f"{OPTIMIZER}.{name}.{key}"] = by_blocks(value)
-    with _plain_errors(RuntimeError, f"Writing {folder} failed"):
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+                items[f"{OPTIMIZER}.{name}.{key}"] = value
+    return items
 
 
 @contextmanager

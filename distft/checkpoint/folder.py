@@ -7,7 +7,9 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ LAYOUTS = (DCP, DEEPSPEED)
 STATE_FILE = "state.pt"
 # The parts of the state file.
 TRAIN_STATE = ("groups", "scalars", "scheduler", "data")
+# A file is hashed in such pieces, which stay in the cache.
+_PIECE = 1 << 20
 _CHECKSUM = "manifest_crc32"
 # Folders that hold one checkpoint of several, in the spelling of each tool.
 NUMBERED = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
@@ -71,6 +75,8 @@ class Manifest:
         optimizer_state: Names of the state tensors of each parameter (dcp alone).
         versions: Versions of the packages that wrote it.
         extra: The caller's own values.
+        ranges: Parts of each tensor of the state: file, first byte, number of bytes, XXH3 of them
+            (of a save in training with the layout dcp).
     """
 
     step: int
@@ -86,6 +92,7 @@ class Manifest:
     optimizer_state: Mapping[str, Sequence[str]]
     versions: Mapping[str, str]
     extra: Mapping[str, Any]
+    ranges: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -117,18 +124,32 @@ def describe_file(path: Path, by_crc32: bool = False) -> SavedFile:
 
     Collective: none.
     """
+    with path.open("rb", buffering=0) as file:
+        if not by_crc32:
+            hashed = hash_bytes(file)
+            return SavedFile(file.tell(), hashed)
+        crc = 0
+        while piece := file.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+        return SavedFile(file.tell(), crc32=crc)
+
+
+def hash_bytes(file: FileIO, size: int | None = None) -> str:
+    """Return the XXH3 of the next bytes of a file, 16 hexadecimal digits; of all without ``size``.
+
+    Collective: none.
+    """
     from xxhash import xxh3_64
 
-    crc, size, hashed = 0, 0, xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(1 << 20))
-        while got := file.readinto(buffer):
-            if by_crc32:
-                crc = zlib.crc32(buffer[:got], crc)
-            else:
-                hashed.update(buffer[:got])
-            size += got
-    return SavedFile(size, crc32=crc) if by_crc32 else SavedFile(size, hashed.hexdigest())
+    hashed, left = xxh3_64(), size
+    buffer = memoryview(bytearray(_PIECE))
+    while left is None or left:
+        got = file.readinto(buffer if left is None else buffer[: min(left, _PIECE)])
+        if not got:
+            break
+        hashed.update(buffer[:got])
+        left = None if left is None else left - got
+    return hashed.hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -189,9 +210,14 @@ def temporary_name(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.tmp"
 
 
+def removed_name(name: str, nonce: str) -> str:
+    """Return the name under which a checkpoint is deleted."""
+    return f".{name}.{nonce}.old"
+
+
 def is_temporary(path: Path) -> bool:
-    """Return whether a folder has the name of a save that has not ended, or never did."""
-    return path.name.startswith(".") and path.name.endswith(".tmp")
+    """Return whether a folder has the name of a save that never ended, or of one half deleted."""
+    return path.name.startswith(".") and path.name.endswith((".tmp", ".old"))
 
 
 def is_complete(path: Path) -> bool:
@@ -214,11 +240,21 @@ def latest(root: str | Path) -> Path | None:
 
     Collective: none.
     """
-    root = Path(root)
-    found = [
-        (read_manifest(path).step, path.name) for path in _folders_below(root) if is_complete(path)
-    ]
-    return root / max(found)[1] if found else None
+    found = complete_below(Path(root))
+    return found[-1][1] if found else None
+
+
+def complete_below(root: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of every complete checkpoint directly below one, oldest first.
+
+    Collective: none.
+    """
+    found = []
+    for path in _folders_below(root):
+        # One may go in between, as old ones do.
+        with suppress(ValueError, OSError):
+            found.append((read_manifest(path).step, path))
+    return sorted(found)
 
 
 def _folders_below(root: Path) -> list[Path]:

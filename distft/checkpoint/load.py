@@ -20,8 +20,9 @@ from distft.checkpoint.folder import (
 from distft.checkpoint.groups import group_settings
 from distft.checkpoint.load_foreign import RunLoader, find_foreign, load_foreign
 from distft.checkpoint.mapped_run import mapped_run
+from distft.checkpoint.pending import finish_last
 from distft.checkpoint.pickles import load_values
-from distft.checkpoint.randomness import derive_random_state, set_random_state
+from distft.checkpoint.randomness import derive_random_state, random_file, set_random_state
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.save import optimizer_name
 from distft.checkpoint.whole_run import check_run
@@ -84,6 +85,7 @@ def load_checkpoint(
     Collective: every rank.
     """
     rendezvous("Strategy.load")
+    finish_last()
     with together():
         foreign = find_foreign(path)
     if foreign is not None:
@@ -277,6 +279,6 @@ def _saved_random_state(strategy: Loader, manifest: Manifest, folder: Path) -> A
         return None
     # Ranks that read the same rows had the same state.
     rank = strategy.dp_rank * manifest.mesh.get("tp", 1)
-    file = folder / "rng" / f"rank-{rank:05d}.pt"
+    file = folder / random_file(rank)
     # A checkpoint that was resharded to other data ranks has none.
     return load_values(file) if file.is_file() else None

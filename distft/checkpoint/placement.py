@@ -184,9 +184,9 @@ def gather_whole(tensor: Any) -> Tensor:
 
 
 def by_blocks(tensor: Any) -> Any:
-    """Return a tensor that torch's checkpoints write and read block by block; others as they are.
+    """Return a tensor that torch's checkpoints read block by block; others as they are.
 
-    A `DTensor` says in three methods what of it lies where; here they are told it as it is. The
+    A `DTensor` says in two methods what of it lies where; here they are told it as it is. The
     returned tensor shares its memory.
 
     Collective: none.
@@ -194,33 +194,16 @@ def by_blocks(tensor: Any) -> Any:
     if not hasattr(tensor, "device_mesh") or not is_strided(tensor):
         return tensor
     import torch
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     alias = tensor.detach()
     part, blocks = alias.to_local(), [b for b in held_blocks(alias) if 0 not in b.size]
     chunks = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.size)) for b in blocks]
 
-    def write_items(name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(part)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, alias.size()),
-            )
-            for chunk in chunks
-        ]
-
     def find(index: Any) -> Tensor:
         place = next(i for i, chunk in enumerate(chunks) if chunk.offsets == index.offset)
         return narrow(part, blocks[place].local, blocks[place].size)
 
-    alias.__create_write_items__ = write_items
     alias.__create_chunk_list__ = lambda: chunks
     alias.__get_tensor_shard__ = find
     return alias

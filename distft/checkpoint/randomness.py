@@ -11,6 +11,14 @@ from distft.process_group import base_seed, seed_everything
 logger = logging.getLogger("distft")
 
 
+def random_file(rank: int) -> str:
+    """Return where in a checkpoint the random state of a rank lies.
+
+    Collective: none.
+    """
+    return f"rng/rank-{rank:05d}.pt"
+
+
 def random_state() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and torch's generators of this rank.
 

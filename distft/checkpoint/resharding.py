@@ -238,6 +238,7 @@ def _manifest(source: Source, strategy: Target, mesh: Mesh, made: Path) -> Manif
             mesh=axes,
             files=files,
             optimizer_state=names,
+            ranges={},
         )
     found = source.found
     steps = source.optimizer.steps.values()

@@ -1,4 +1,4 @@
-"""Saving: a temporary folder, checked, then renamed into place by one rank."""
+"""Saving: what a rank holds is captured, written to a temporary folder, and renamed into place."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import copy
 import glob
 import importlib.metadata
 import json
-import os
 import pickle
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from distft.checkpoint.capture import Captured, HostCopies, copies_for
 from distft.checkpoint.dcp import named_tensors, optimizer_scalars, optimizer_state_names
-from distft.checkpoint.folder import (
-    DCP,
-    MANIFEST,
-    STATE_FILE,
-    Manifest,
-    SavedFile,
-    describe_file,
-    is_complete,
-    temporary_name,
-)
+from distft.checkpoint.exchange import StoreExchange, over_group
+from distft.checkpoint.finish import Finishing
+from distft.checkpoint.folder import DCP, STATE_FILE, Manifest, is_complete, temporary_name
+from distft.checkpoint.pending import PendingSave, finish_last, remember
 from distft.checkpoint.pickles import load_values
-from distft.checkpoint.randomness import random_state
+from distft.checkpoint.randomness import random_file, random_state
 from distft.peft import ADAPTER, base_model, is_peft, names_to_save, write_adapter
-from distft.process_group import from_rank0, group_rank, group_size, rendezvous, together
+from distft.process_group import from_rank0, group_rank, rendezvous, together
 from distft.training.wrappers import published_class, unwrap
 
 if TYPE_CHECKING:
@@ -53,8 +48,10 @@ class Saver(Protocol):
     def mesh(self) -> Mesh:
         """Return the axis sizes."""
 
-    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        """Write weights and optimizer state."""
+    def _capture_state(
+        self, model: nn.Module, optimizer: Optimizer, copies: HostCopies | None
+    ) -> Captured:
+        """Return weights and optimizer state, ready to be written."""
 
     def _gather_weights(
         self, model: nn.Module, names: Collection[str] | None = None
@@ -73,40 +70,55 @@ def save_checkpoint(
     processing_class: Any,
     data: Any,
     extra: Mapping[str, Any] | None,
-) -> Path:
+    keep: int | None = None,
+    async_save: bool = False,
+) -> Path | PendingSave:
     """Save a run and return the folder; see `Strategy.save`.
 
     Collective: every rank.
     """
     rendezvous("Strategy.save")
+    finish_last()
     path = Path(path).absolute()
     with together():
         _check_request(path, step, extra, {"scheduler": scheduler, "data": data})
+        _check_keep(keep)
     nonce = from_rank0(secrets.token_hex(8))
     folder = path.parent / temporary_name(path.name, nonce)
     try:
         _make_folder(folder, path, nonce)
         with together():
-            strategy._write_state(folder / strategy.layout, model, optimizer)
-            _write_random_state(folder)
+            copies = copies_for(optimizer) if async_save else None
+            captured = strategy._capture_state(model, optimizer, copies)
             adapter = _gather_adapter(strategy, model)
         data_states = _data_states(data, strategy.mesh().tp)
+        manifest = None
         with together():
+            _write_random_state(folder)
             if group_rank() == 0:
                 _write_train_state(folder, model, optimizer, scheduler, data_states)
                 _write_model_files(folder, model, processing_class)
                 if adapter:
                     write_adapter(folder / ADAPTER, unwrap(model), adapter)
-        files = _describe_files(folder)
-        with together():
-            if group_rank() == 0:
-                manifest = _manifest(strategy, model, optimizer, step, files, extra)
-                _publish(folder, path, manifest)
+                manifest = _manifest(strategy, model, optimizer, step, extra)
+        finishing = Finishing(folder, path, strategy.layout, group_rank(), captured, manifest, keep)
+        if async_save:
+            finish = partial(finishing.run, StoreExchange(f"distft/save/{nonce}"))
+            return remember(PendingSave(path, step, finish))
+        finishing.run(over_group)
     except BaseException:
         if group_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return path
+
+
+def _check_keep(keep: int | None) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(
+            f"save(keep={keep!r}) needs the number of checkpoints that stay, at least 1, or None "
+            "for all of them."
+        )
 
 
 def _check_request(
@@ -177,7 +189,7 @@ def _gather_adapter(strategy: Saver, model: nn.Module) -> dict[str, Tensor]:
 def _write_random_state(folder: Path) -> None:
     import torch
 
-    torch.save(random_state(), folder / "rng" / f"rank-{group_rank():05d}.pt")
+    torch.save(random_state(), folder / random_file(group_rank()))
 
 
 def _data_states(data: Any, copies: int) -> list[Any]:
@@ -241,31 +253,14 @@ def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) ->
         processing_class.save_pretrained(folder)
 
 
-def _describe_files(folder: Path) -> dict[str, SavedFile]:
-    """Return size and checksum of every file, each rank reading its share."""
-    import torch.distributed as dist
-
-    found: dict[str, SavedFile] = {}
-    with together():
-        members = sorted(path for path in folder.rglob("*") if path.is_file())
-        names = from_rank0([str(path.relative_to(folder)) for path in members])
-        for name in names[group_rank() :: group_size("Strategy.save")]:
-            found[name] = describe_file(folder / name)
-    everyone: list[Any] = [found]
-    if dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
-    return {name: saved for part in everyone for name, saved in sorted(part.items())}
-
-
 def _manifest(
     strategy: Saver,
     model: nn.Module,
     optimizer: Optimizer,
     step: int,
-    files: Mapping[str, SavedFile],
     extra: Mapping[str, Any] | None,
 ) -> Manifest:
+    """Return all that the manifest says beside the files."""
     inner = unwrap(model)
     mesh = strategy.mesh()
     tensors = named_tensors(model)
@@ -284,7 +279,7 @@ def _manifest(
             "tp": mesh.tp,
             "ep": mesh.ep,
         },
-        files=dict(sorted(files.items())),
+        files={},
         tensors={
             name: {
                 "shape": list(getattr(tensor, "ds_shape", tensor.shape)),
@@ -322,19 +317,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _publish(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Write the manifest last, then make the folder visible under its name in one rename."""
-    with (folder / MANIFEST).open("w") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    if path.is_dir():
-        path.rmdir()
-    folder.rename(path)
-    parent = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from distft.adapted import with_adapters
 from distft.formulas.architectures import expert_numbers
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from distft.checkpoint.load import LoadedState
+    from distft.checkpoint.pending import PendingSave
     from distft.formulas import MemoryReport, TrafficReport
     from distft.spec import ModelSpec, Workload
 
@@ -525,6 +526,7 @@ class Strategy(StrategyHooks):
 
     # ---- checkpoints ------------------------------------------------------------------------
 
+    @overload
     def save(
         self,
         path: str | Path,
@@ -536,11 +538,49 @@ class Strategy(StrategyHooks):
         processing_class: Any = None,
         data: Any = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> Path:
+        keep: int | None = None,
+        async_save: Literal[False] = False,
+    ) -> Path: ...
+
+    @overload
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        step: int,
+        scheduler: Any = None,
+        processing_class: Any = None,
+        data: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        async_save: Literal[True],
+    ) -> PendingSave: ...
+
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        step: int,
+        scheduler: Any = None,
+        processing_class: Any = None,
+        data: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        async_save: bool = False,
+    ) -> Path | PendingSave:
         """Save everything a run needs to go on, and return the folder.
 
         The state is written to a temporary folder beside ``path``, checked, and renamed, so that
         ``path`` is either a whole checkpoint or not there.
+
+        With ``async_save`` the call returns when the state is copied to memory of the host, as many
+        bytes as this rank writes, which later saves use again; a thread writes the copy while
+        training goes on. Its `PendingSave.result` waits for the checkpoint. The next save or load,
+        and the end of the process, wait too; an error comes out there, on every rank.
 
         Args:
             path: The new folder.
@@ -551,6 +591,9 @@ class Strategy(StrategyHooks):
             processing_class: A tokenizer or processor to save beside the weights.
             data: What `batches` returned, or anything with ``state_dict``.
             extra: Plain JSON values of your own.
+            keep: Number of complete checkpoints to keep in the folder above ``path``, this one
+                among them; once it is there, those with the fewest steps go. None keeps all.
+            async_save: Whether to write beside training.
 
         Raises:
             ValueError: ``path`` holds a complete checkpoint or other files; ``extra`` is no JSON.
@@ -572,6 +615,8 @@ class Strategy(StrategyHooks):
                 processing_class=processing_class,
                 data=data,
                 extra=extra,
+                keep=keep,
+                async_save=async_save,
             )
 
     def load(
@@ -611,8 +656,10 @@ class Strategy(StrategyHooks):
         Collective: every rank.
         """
         from distft.checkpoint.consolidation import consolidate
+        from distft.checkpoint.pending import finish_last
 
         rendezvous("Strategy.consolidate")
+        finish_last()
         with together():
             if group_rank() == 0:
                 consolidate(path, out, **options)
@@ -637,9 +684,11 @@ class Strategy(StrategyHooks):
 
         Collective: every rank.
         """
+        from distft.checkpoint.pending import finish_last
         from distft.checkpoint.resharding import Source, reshard_checkpoint
 
         rendezvous("Strategy.reshard")
+        finish_last()
         num_ranks = self.mesh(world_size).num_ranks
         with together():
             if group_rank() == 0:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
+    from distft.checkpoint.capture import Captured, HostCopies
     from distft.checkpoint.folder import Manifest
     from distft.spec import ModelSpec, Workload
 
@@ -104,10 +105,12 @@ class DDP(Strategy):
         with cast("DistributedDataParallel", model).no_sync():
             yield
 
-    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        from distft.checkpoint.dcp import write_dcp
+    def _capture_state(
+        self, model: nn.Module, optimizer: Optimizer, copies: HostCopies | None
+    ) -> Captured:
+        from distft.checkpoint.dcp_write import capture_dcp
 
-        write_dcp(folder, model, optimizer)
+        return capture_dcp(model, optimizer, copies)
 
     def _read_state(
         self,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from distft.checkpoint.capture import Captured, HostCopies
     from distft.checkpoint.folder import Manifest
     from distft.checkpoint.weights import Weights
     from distft.checkpoint.whole_run import WholeRun
@@ -33,7 +34,7 @@ class StrategyHooks(ABC):
 
     In a run they are called in this order, each on every rank: `_mesh`, `_check_installed`,
     `_check_model`, `_split_modules`, `_apply`; for every micro-step `_backward`, inside `_no_sync`
-    while more follow; then `_gradients`. `_write_state` and `_read_state` at any time between
+    while more follow; then `_gradients`. `_capture_state` and `_read_state` at any time between
     steps.
 
     Attributes:
@@ -96,8 +97,13 @@ class StrategyHooks(ABC):
         """Return the bytes on the wire by collective."""
 
     @abstractmethod
-    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        """Write weights and optimizer state into a folder; every rank calls."""
+    def _capture_state(
+        self, model: nn.Module, optimizer: Optimizer, copies: HostCopies | None
+    ) -> Captured:
+        """Return weights and optimizer state, ready to be written; every rank calls.
+
+        With ``copies`` training goes on before they are written: each tensor is copied there.
+        """
 
     @abstractmethod
     def _read_state(
@@ -108,7 +114,7 @@ class StrategyHooks(ABC):
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        """Read what `_write_state` of a strategy with the same layout wrote."""
+        """Read what `_capture_state` of a strategy with the same layout wrote."""
 
     def _place_run(self, model: nn.Module, optimizer: Optimizer, run: WholeRun) -> None:
         """Put another tool's run in its places; the default knows plain tensors and DTensors."""

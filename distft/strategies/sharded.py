@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from distft.checkpoint.capture import Captured, HostCopies
     from distft.checkpoint.folder import Manifest
     from distft.checkpoint.weights import Weights
     from distft.spec import ModelSpec, Workload
@@ -272,11 +273,13 @@ class Sharded(Strategy):
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
 
-    def _write_state(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-        from distft.checkpoint.dcp import write_dcp
+    def _capture_state(
+        self, model: nn.Module, optimizer: Optimizer, copies: HostCopies | None
+    ) -> Captured:
+        from distft.checkpoint.dcp_write import capture_dcp
 
         _split_again(model)
-        write_dcp(folder, model, optimizer)
+        return capture_dcp(model, optimizer, copies)
 
     def _read_state(
         self,

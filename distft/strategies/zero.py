@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from distft.checkpoint.capture import Captured, HostCopies
     from distft.checkpoint.folder import Manifest
     from distft.checkpoint.weights import Weights
     from distft.checkpoint.whole_run import WholeRun
@@ -279,8 +280,12 @@ class ZeRO(Strategy):
         finally:
             model.set_gradient_accumulation_boundary(True)
 
-    def _write_state(self, folder: Path, model: Any, optimizer: Optimizer) -> None:
-        model.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    def _capture_state(
+        self, model: Any, optimizer: Optimizer, copies: HostCopies | None
+    ) -> Captured:
+        from distft.strategies.engine import capture_files
+
+        return capture_files(model, TAG, copies)
 
     def _read_state(
         self,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from distft import Strategy
-from distft.checkpoint.dcp import read_dcp, write_dcp
+from distft.checkpoint.dcp import read_dcp
+from distft.checkpoint.dcp_write import capture_dcp
 from distft.formulas import ddp_memory, ddp_traffic
 from distft.mesh import Mesh
 from distft.training.clip import GradientShards
@@ -58,8 +59,8 @@ class WholeModel(Strategy):
     def _gather_gradients(self, model):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    def _write_state(self, folder, model, optimizer):
-        write_dcp(folder, model, optimizer)
+    def _capture_state(self, model, optimizer, copies):
+        return capture_dcp(model, optimizer, copies)
 
     def _read_state(self, folder, manifest, scalars, model, optimizer):
         read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)

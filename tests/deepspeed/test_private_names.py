@@ -142,3 +142,12 @@ def test_the_kernel_that_quantizes_gradients_still_reads_fp16_alone():
     body = source.read_text().split("ds_swizzle_quant(", 1)[1].split("\nstd::vector", 1)[0]
     assert "(__half*)input_vals.data_ptr()" in body
     assert "scalar_type" not in body
+
+
+def test_the_engine_has_what_a_save_is_captured_by():
+    writer = deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine
+    assert list(inspect.signature(writer.save).parameters) == ["self", "state_dict", "path"]
+    assert callable(deepspeed.DeepSpeedEngine._copy_recovery_script)
+    assert "self.checkpoint_engine.save(" in inspect.getsource(
+        deepspeed.DeepSpeedEngine._save_zero_checkpoint
+    )

@@ -288,7 +288,17 @@ class DyingFSDP2(FSDP2):
 
     victim: int = 0
 
-    def _write_state(self, folder: Path, model: Any, optimizer: Any) -> None:
-        super()._write_state(folder, model, optimizer)
-        if self.dp_rank == self.victim:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _capture_state(self, model: Any, optimizer: Any, copies: Any) -> Any:
+        captured = super()._capture_state(model, optimizer, copies)
+        return DyingCapture(captured) if self.dp_rank == self.victim else captured
+
+
+@dataclass
+class DyingCapture:
+    """What is written by a rank that is killed when its files are there."""
+
+    captured: Any
+
+    def write(self, folder: Path) -> Any:
+        self.captured.write(folder)
+        os.kill(os.getpid(), signal.SIGKILL)

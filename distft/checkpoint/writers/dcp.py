@@ -8,7 +8,7 @@ chunk of which tensor lies. Source: ``torch/distributed/checkpoint/metadata.py``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,8 @@ def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> Dcp
 
     Collective: none.
     """
-    archives, described, places = Archives(), dict[str, Any](), list[tuple[Any, Any]]()
+    archives, chunks = Archives(), list[Chunk]()
     for name, item in items.items():
-        chunks: list[Any] = []
         for number, start, shape in _rows(item.shape, num_files):
             if isinstance(item, Stored):
                 stored = item
@@ -76,23 +75,59 @@ def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> Dcp
                 first = start[0] * math.prod(shape[1:]) if start else 0
                 stored = Stored(item.dtype, shape, item, first)
             file = f"__{number}_0.distcp"
-            begin, length = archives.add(file, stored)
-            index = {"fqn": name, "offset": size_of(start), "index": len(chunks)}
-            chunks.append(
-                _made("ChunkStorageMetadata", {"offsets": size_of(start), "sizes": size_of(shape)})
-            )
-            place = {"relative_path": file, "offset": begin, "length": length}
-            info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-            places.append((_made("MetadataIndex", index), Call(info, (), place, new=True)))
-        state = (Global("torch", item.dtype), _STRIDED, False, _CONTIGUOUS, False)
-        described[name] = _made(
+            chunks.append(Chunk(name, start, shape, file, *archives.add(file, stored)))
+    described = {name: (item.dtype, item.shape) for name, item in items.items()}
+    return DcpFolder(archives, make_metadata(described, chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor: the name, where it begins, its shape, and the place of its archive."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+def make_metadata(
+    items: Mapping[str, tuple[str, tuple[int, ...]]], chunks: Sequence[Chunk]
+) -> bytes:
+    """Return the bytes of ``.metadata``.
+
+    Args:
+        items: Dtype and shape of each tensor.
+        chunks: What they are made of.
+
+    Collective: none.
+    """
+    boxes: dict[str, list[Any]] = {name: [] for name in items}
+    places: list[tuple[Any, Any]] = []
+    info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    for chunk in chunks:
+        start, known = size_of(chunk.start), boxes[chunk.name]
+        index = {"fqn": chunk.name, "offset": start, "index": len(known)}
+        known.append(
+            _made("ChunkStorageMetadata", {"offsets": start, "sizes": size_of(chunk.shape)})
+        )
+        place = {"relative_path": chunk.file, "offset": chunk.offset, "length": chunk.length}
+        places.append((_made("MetadataIndex", index), Call(info, (), place, new=True)))
+    described = {
+        name: _made(
             "TensorStorageMetadata",
             {
-                "properties": _made("TensorProperties", state),
-                "size": size_of(item.shape),
-                "chunks": chunks,
+                "properties": _made(
+                    "TensorProperties",
+                    (Global("torch", dtype), _STRIDED, False, _CONTIGUOUS, False),
+                ),
+                "size": size_of(shape),
+                "chunks": boxes[name],
             },
         )
+        for name, (dtype, shape) in items.items()
+    }
     metadata = _made(
         "Metadata",
         {
@@ -102,7 +137,7 @@ def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> Dcp
             "version": _VERSION,
         },
     )
-    return DcpFolder(archives, Pickled(metadata).data)
+    return Pickled(metadata).data
 
 
 def _made(name: str, state: Any) -> Call:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distft.checkpoint.copy import Budget, Output, check_disk, copy_outputs, make_files
-from distft.checkpoint.shards import ITEM_BYTES
+from distft.checkpoint.shards import ITEM_BYTES, LogicalTensor
 from distft.checkpoint.writers.pickled import Pickled, Stored
 
 _ALIGNMENT = 64
@@ -122,6 +122,32 @@ class Archives:
                 for place in places
             ),
         )
+
+
+def frame(dtype: str, shape: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
+    """Return what stands before and after the numbers in an archive of one tensor.
+
+    Args:
+        dtype: torch's name of the dtype.
+        shape: The shape.
+        crc: CRC-32 of the numbers.
+
+    Raises:
+        ValueError: torch has no storage for the dtype.
+
+    Collective: none.
+    """
+    made = Archives()
+    _, length = made.add("", Stored(dtype, shape, LogicalTensor("", shape, dtype, [])))
+    [output], [crc_places] = made.outputs, made.crc_places
+    at, size = output.offset, output.num_bytes
+    archive = bytearray(length - size)
+    for _, offset, data in made.fixed:
+        offset -= size if offset >= at else 0
+        archive[offset : offset + len(data)] = data
+    for place in crc_places:
+        struct.pack_into("<I", archive, place - (size if place >= at else 0), crc)
+    return bytes(archive[:at]), bytes(archive[at:])
 
 
 def _write_all(folder: Path, parts: Iterable[tuple[str, int, bytes]]) -> None:
