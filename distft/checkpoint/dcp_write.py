@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-# What is hashed and written at a time: it stays in the cache in between.
+# What is hashed and written at a time: it stays in the cache in between. Smaller pieces wait for
+# others until they are as many bytes.
 _WINDOW = 1 << 20
 
 
@@ -183,6 +184,7 @@ class HashedFile:
         from xxhash import xxh3_64
 
         self._path, self._hash = path, xxh3_64()
+        self._waiting = bytearray()
         self.position = 0
 
     def __enter__(self) -> HashedFile:
@@ -199,20 +201,33 @@ class HashedFile:
         """Bring the file to the disk, unless something was raised."""
         with self._file:
             if error is None:
+                self.flush()
                 os.fsync(self._file.fileno())
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        for low in range(0, len(data), _WINDOW):
-            window = memoryview(data)[low : low + _WINDOW]
-            self._hash.update(window)
-            while window:
-                window = window[self._file.write(window) :]
         self.position += len(data)
+        if len(data) + len(self._waiting) <= _WINDOW:
+            self._waiting += data
+            return
+        self.flush()
+        for low in range(0, len(data), _WINDOW):
+            self._write(memoryview(data)[low : low + _WINDOW])
 
     def described(self) -> SavedFile:
         """Return size and checksum of what was written."""
+        self.flush()
         return SavedFile(self.position, self._hash.hexdigest())
+
+    def flush(self) -> None:
+        """Write what waits."""
+        waiting, self._waiting = self._waiting, bytearray()
+        self._write(memoryview(waiting))
+
+    def _write(self, window: memoryview) -> None:
+        self._hash.update(window)
+        while window:
+            window = window[self._file.write(window) :]
 
 
 def synced(path: Path) -> SavedFile:

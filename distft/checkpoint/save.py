@@ -11,6 +11,7 @@ import secrets
 import shutil
 from collections.abc import Collection, Mapping
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -20,7 +21,7 @@ from distft.checkpoint.exchange import StoreExchange, over_group
 from distft.checkpoint.finish import Finishing
 from distft.checkpoint.folder import DCP, STATE_FILE, Manifest, is_complete, temporary_name
 from distft.checkpoint.pending import PendingSave, finish_last, remember
-from distft.checkpoint.pickles import load_values
+from distft.checkpoint.pickles import load_bytes
 from distft.checkpoint.randomness import random_file, random_state
 from distft.peft import ADAPTER, base_model, is_peft, names_to_save, write_adapter
 from distft.process_group import from_rank0, group_rank, rendezvous, together
@@ -187,9 +188,16 @@ def _gather_adapter(strategy: Saver, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _write_random_state(folder: Path) -> None:
+    _write_values(folder / random_file(group_rank()), random_state())
+
+
+def _write_values(path: Path, value: Any) -> None:
+    """Write what `load_values` reads; torch's own writing hides what the system says."""
     import torch
 
-    torch.save(random_state(), folder / random_file(group_rank()))
+    data = BytesIO()
+    torch.save(value, data)
+    path.write_bytes(data.getbuffer())
 
 
 def _data_states(data: Any, copies: int) -> list[Any]:
@@ -227,9 +235,11 @@ def _write_train_state(
         "data": data_states,
     }
     for name, value in state.items():
+        data = BytesIO()
         try:
-            torch.save(value, folder / STATE_FILE)
-            load_values(folder / STATE_FILE)
+            torch.save(value, data)
+            data.seek(0)
+            load_bytes(data, folder / STATE_FILE)
         except Exception as error:
             raise ValueError(
                 f"save({name}=...) has a state that holds more than tensors and plain values, so "
@@ -237,7 +247,7 @@ def _write_train_state(
                 f"{str(error).removeprefix(f'{folder / STATE_FILE} ').partition(', which')[0]}. "
                 "Keep functions and objects out of its state_dict()."
             ) from error
-    torch.save(state, folder / STATE_FILE)
+    _write_values(folder / STATE_FILE, state)
 
 
 def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:

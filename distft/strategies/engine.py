@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from distft.checkpoint.capture import Finished, HostCopies, Written
-from distft.checkpoint.dcp_write import synced
+from distft.checkpoint.dcp_write import HashedFile
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -361,14 +361,16 @@ class CapturedFiles:
     contents: dict[str, Any]
 
     def write(self, folder: Path) -> Written:
-        """Write this rank's files as the engine does."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write this rank's files as the engine does, hashed on the way."""
+        files = {}
         for name, content in self.contents.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            self.engine.checkpoint_engine.save(content, str(folder / name))
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with HashedFile(folder / name) as file:
+                torch.save(content, file)
+                files[name] = file.described()
         if self.rank == 0:
             self.engine._copy_recovery_script(str(folder))
-        return Written({name: synced(folder / name) for name in self.contents})
+        return Written(files)
 
     def finish(self, folder: Path, chunks: Sequence[Sequence[Any]]) -> Finished:
         """Return nothing more."""
