@@ -245,8 +245,13 @@ def _bench_collectives(options: argparse.Namespace) -> int:
             found[0].save(options.out)
         if options.plot:
             found[0].plot(options.plot, *found[1:])
-        for measured in found:
-            _report(options, measured)
+        if options.json and options.compare_no_p2p:
+            names = ("with_p2p", "without_p2p")
+            both = map(dataclasses.asdict, found)
+            print(json.dumps(dict(zip(names, both, strict=True))))
+        else:
+            for measured in found:
+                _report(options, measured)
     return 0
 
 

@@ -234,6 +234,19 @@ class Cluster:
         kept = ([gpu for gpu in group if gpu in self.usable] for group in self.wiring.groups)
         return [group for group in kept if len(group) > 1]
 
+    @property
+    def nvlink_kinds(self) -> list[str]:
+        """What joins each of `nvlink_groups`.
+
+        "switch": each GPU shows more links than its card has. "bridge": two GPUs. "mesh": each two
+        of more are joined directly. "partial mesh": some are not, as in the cube mesh of a DGX-1.
+        """
+        whole_groups = [
+            next(group for group in self.wiring.groups if kept[0] in group)
+            for kept in self.nvlink_groups
+        ]
+        return [self.wiring.kind(group) for group in whole_groups]
+
     @cached_property
     def fabric(self) -> str:
         """What joins the GPUs of a node.

@@ -20,7 +20,8 @@ def detected() -> tuple[Table, Gpu | None, tuple[int, ...]]:
     table = parse_table(nvidia_smi("topo", "-m"))
     lines = nvidia_smi("--query-gpu=index,name,uuid", "--format=csv,noheader").splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 2]
-    uuids = {uuid: int(index) for index, _, uuid in rows if index.isdecimal()}
+    rows = [row for row in rows if row[0].isdecimal()]
+    uuids = {uuid: int(index) for index, _, uuid in rows}
     usable = visible_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), table.gpus, uuids)
     names = {name for index, name, _ in rows if int(index) in (usable or table.gpus)}
     gpu, warning = _kind(sorted(names))

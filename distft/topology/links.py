@@ -62,7 +62,16 @@ def slower(links: Iterable[str]) -> str:
 
 
 def host_bandwidth(link: str, pcie_bandwidth: float) -> float:
-    """Bus bandwidth of a link without NVLink, in bytes/s; an unknown one as the slowest."""
+    """Bus bandwidth of a link without NVLink, in bytes/s.
+
+    Raises:
+        ValueError: The link is not known.
+    """
+    if link == UNKNOWN:
+        raise ValueError(
+            "The link between two of the GPUs cannot be read, so no bandwidth is known. "
+            "Pass a whole table, or what distft.topology.measure() saved."
+        )
     share = SWITCH_SHARE if distance(link) <= distance("PXB") else HOST_SHARE
     return share * pcie_bandwidth
 

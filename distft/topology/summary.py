@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distft.topology.cluster import Cluster
+from distft.topology.links import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Summary:
         num_gpus: GPUs of all nodes.
         fabric: As `Cluster.fabric`.
         nvlink_groups: As `Cluster.nvlink_groups`.
+        nvlink_kinds: As `Cluster.nvlink_kinds`.
         link_pairs: Pairs of GPUs of each link, in one node.
         numa_affinity: NUMA node of each GPU.
         nics: For each usable GPU, the network cards that are nearest to it.
@@ -30,6 +32,7 @@ class Summary:
     num_gpus: int
     fabric: str
     nvlink_groups: list[list[int]]
+    nvlink_kinds: list[str]
     link_pairs: dict[str, int]
     numa_affinity: tuple[str | None, ...]
     nics: tuple[tuple[str, ...], ...]
@@ -38,7 +41,8 @@ class Summary:
 
     def __str__(self) -> str:
         kind = self.gpu or "GPUs of an unknown kind"
-        groups = "; ".join(",".join(map(str, group)) for group in self.nvlink_groups)
+        kinds = zip(self.nvlink_groups, self.nvlink_kinds, strict=True)
+        groups = "; ".join(f"{','.join(map(str, group))} ({kind})" for group, kind in kinds)
         pairs = ", ".join(f"{count} x {link}" for link, count in self.link_pairs.items())
         numa = ",".join(node or "?" for node in self.numa_affinity)
         lines = [
@@ -98,6 +102,7 @@ def summarize(cluster: Cluster, ranks: int | None = None) -> Summary:
         cluster.num_gpus,
         cluster.fabric,
         cluster.nvlink_groups,
+        cluster.nvlink_kinds,
         table.link_pairs(),
         tuple(table.numa_affinity[i] for i in at) if table.numa_affinity else (),
         tuple(map(table.nearest_nics, cluster.usable)),
@@ -117,7 +122,7 @@ def _place(cluster: Cluster, ranks: int) -> Place:
     placement = cluster.place(ranks)
     crosses = placement.nodes > cluster.nvlink_nodes
     hop = "network" if crosses else placement.hop and placement.hop.link
-    known = cluster.gpu is not None and ranks > 1
+    known = cluster.gpu is not None and ranks > 1 and hop != UNKNOWN
     speeds = [
         cluster.bus_bandwidth(op, ranks) / 1e9 if known else None
         for op in ("all_reduce", "all_gather")

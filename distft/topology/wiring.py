@@ -89,6 +89,14 @@ class Wiring:
         chip = max(self.chip_links or _MOST_LINKS, most)
         return self.is_clique(group) and any(self.degree(gpu, group) > chip for gpu in group)
 
+    def kind(self, group: Sequence[int]) -> str:
+        """Return what joins a group: "switch", "bridge", "mesh" or "partial mesh"."""
+        if self.is_switched(group):
+            return "switch"
+        if len(group) == 2:
+            return "bridge"
+        return "mesh" if self.is_clique(group) else "partial mesh"
+
     def is_clique(self, group: Sequence[int]) -> bool:
         """Say whether each two GPUs of a group are joined directly."""
         return all(self.nvlinks(first, second) for first, second in combinations(group, 2))

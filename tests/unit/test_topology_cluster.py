@@ -153,20 +153,23 @@ def test_a_gpu_that_fell_off_the_switch_is_named_and_left_out():
 
 
 @pytest.mark.parametrize(
-    ("text", "gpu", "fabric"),
+    ("text", "gpu", "fabric", "kinds"),
     [
-        (full(8, "NV12"), "A100", "nvswitch"),
-        (full(8, "NV8"), "A800", "nvswitch"),
-        (full(3, "NV8"), "A800", "nvswitch"),
-        (full(16, "NV6"), "V100", "nvswitch"),
-        (full(4, "NV6"), "H100", "nvl-groups"),
-        (full(4, "NV4"), "A100", "nvl-groups"),
-        (full(2, "NV12"), "H100-NVL", "nvl-groups"),
-        (full(4, "NODE"), "L40S", "pcie"),
+        (full(8, "NV12"), "A100", "nvswitch", ["switch"]),
+        (full(8, "NV8"), "A800", "nvswitch", ["switch"]),
+        (full(3, "NV8"), "A800", "nvswitch", ["switch"]),
+        (full(16, "NV6"), "V100", "nvswitch", ["switch"]),
+        (full(4, "NV6"), "H100", "nvl-groups", ["mesh"]),
+        (full(4, "NV4"), "A100", "nvl-groups", ["mesh"]),
+        (full(2, "NV12"), "H100-NVL", "nvl-groups", ["bridge"]),
+        (CUBE_MESH, "V100", "nvl-groups", ["partial mesh"]),
+        (CROSSED, "H100-PCIe", "nvl-groups", ["bridge"] * 4),
+        (full(4, "NODE"), "L40S", "pcie", []),
     ],
 )
-def test_the_links_of_the_card_tell_a_switch_from_a_mesh(text, gpu, fabric):
-    assert Cluster.parse(text, gpu=gpu).fabric == fabric
+def test_the_links_of_the_card_tell_a_switch_from_a_mesh(text, gpu, fabric, kinds):
+    cluster = Cluster.parse(text, gpu=gpu)
+    assert (cluster.fabric, cluster.nvlink_kinds) == (fabric, kinds)
 
 
 def test_two_gpus_with_all_links_are_a_pair_at_full_speed_with_a_warning():

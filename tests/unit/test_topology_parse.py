@@ -130,6 +130,9 @@ def test_what_cannot_be_read_is_unknown_and_counted():
     assert cluster.fabric == "unknown"
     assert cluster.table.link_pairs() == {"unknown": 1, "SYS": 2}
     assert any("1 pairs of GPUs have no readable link" in line for line in cluster.warnings)
+    assert cluster.place(2) == [0, 2]
+    with pytest.raises(ValueError, match="cannot be read, so no bandwidth is known"):
+        cluster.bus_bandwidth("all_reduce", [0, 1])
 
 
 def test_rows_that_disagree_give_the_slower_link_and_a_count():
