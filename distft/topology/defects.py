@@ -7,6 +7,9 @@ from itertools import combinations
 from distft.topology.gpus import Gpu
 from distft.topology.wiring import Wiring
 
+# Pairs with fewer links than others are a defect below this share of a group's pairs.
+_BY_DESIGN = 0.4
+
 
 def wiring_warnings(wiring: Wiring, gpu: Gpu | None) -> list[str]:
     """Return one sentence for each thing that does not fit, with counts."""
@@ -27,24 +30,33 @@ def _too_many(wiring: Wiring, gpu: Gpu | None) -> list[str]:
 
 
 def _fewer_links(wiring: Wiring) -> list[str]:
-    """Name GPUs with fewer links than others have in groups of the same size."""
-    degrees = {
-        gpu: (len(group), wiring.degree(gpu, group)) for group in wiring.groups for gpu in group
-    }
-    most = {
-        size: max(links for other, links in degrees.values() if other == size)
-        for size, _ in degrees.values()
-    }
+    """Name pairs with fewer links than others of their group, and groups with fewer than others.
+
+    A cube mesh, or a part of one, has single and double links by design, as many of each.
+    """
     found = []
+    totals: dict[int, int] = {}
     for group in wiring.groups:
-        fewer = [gpu for gpu in group if degrees[gpu][1] < most[len(group)]]
-        if fewer:
-            found.append(
-                f"GPUs {', '.join(map(str, fewer))} have {min(degrees[gpu][1] for gpu in fewer)} "
-                f"NVLinks to their group where others have {most[len(group)]}: a bridge or a link "
-                "is down, or of another kind. Collectives fall to the slowest."
-            )
+        links = {pair: wiring.nvlinks(*pair) for pair in combinations(group, 2)}
+        most = max(links.values())
+        fewer = [pair for pair in links if links[pair] < most]
+        if fewer and (wiring.is_switched(group) or len(fewer) < _BY_DESIGN * len(links)):
+            low = min(links[pair] for pair in fewer)
+            found.append(_says("GPUs", fewer, low, most))
+        totals[len(group)] = max(totals.get(len(group), 0), sum(links.values()))
+    for group in wiring.groups:
+        total = sum(wiring.nvlinks(*pair) for pair in combinations(group, 2))
+        if total < totals[len(group)]:
+            found.append(_says("The group", [tuple(group)], total, totals[len(group)]))
     return found
+
+
+def _says(what: str, sets: list[tuple[int, ...]], low: int, most: int) -> str:
+    names = ", ".join("-".join(map(str, gpus)) for gpus in sets)
+    return (
+        f"{what} {names} ({len(sets)} in all) share {low} NVLinks where others have {most}: a "
+        "bridge or a link is down, or of another kind. Collectives fall to the slowest."
+    )
 
 
 def _left_out(wiring: Wiring) -> list[str]:

@@ -10,7 +10,7 @@ GIB = 2**30
 # One direction of 16 lanes after 128b/130b coding, by PCIe generation.
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 # Kinds that are sold as modules; their cards are called PCIe or NVL.
-_MODULES = ("GB200", "B200", "H200", "H100", "H800", "H20", "A100", "A800", "V100")
+_MODULES = ("GB300", "B300", "GB200", "B200", "H200", "H100", "H800", "H20", "A100", "A800", "V100")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def _gpu(
 
 
 _ALL = (
+    _gpu("GB300", 268.6, 2500, 8000, 18, 50, 5),
+    _gpu("B300", 268.6, 2250, 8000, 18, 50, 5),
     _gpu("GB200", 184.3, 2500, 8000, 18, 50, 5),
     _gpu("B200", 178.4, 2250, 8000, 18, 50, 5),
     _gpu("H200", 139.8, 989.4, 4800, 18, 25, 5),
@@ -100,6 +102,7 @@ GPUS = {gpu.name: gpu for gpu in _ALL}
 
 # Other names of the same, reduced as `_reduced` does: short ones and those of nvidia-smi.
 _ALIASES = {
+    "b300sxm6ac": "B300",
     "h100": "H100-80GB",
     "h100sxm": "H100-80GB",
     "h10080": "H100-80GB",

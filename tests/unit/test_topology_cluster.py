@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,10 +139,34 @@ def test_placements_keep_to_a_quad_to_bridges_and_to_sockets():
 
 
 def test_a_better_pair_is_preferred_to_one_whose_bridge_lost_links():
-    text = matrix(["X NV10 SYS SYS", "NV10 X SYS SYS", "SYS SYS X NV12", "SYS SYS NV12 X"])
+    text = matrix(["X NV10 NODE NODE", "NV10 X NODE NODE", "NODE NODE X NV12", "NODE NODE NV12 X"])
     cluster = Cluster.parse(text)
     assert cluster.place(2) == [2, 3]
-    assert "GPUs 0, 1 have 10 NVLinks to their group where others have 12" in cluster.warnings[0]
+    assert "The group 0-1 (1 in all) share 10 NVLinks where others have 12" in cluster.warnings[0]
+
+
+DEFECTS = {
+    "a link of a mesh": (
+        matrix(["X NV5 NV6 NV6", "NV5 X NV6 NV6", "NV6 NV6 X NV6", "NV6 NV6 NV6 X"]),
+        r"GPUs 0-1 \(1 in all\) share 5 NVLinks where others have 6",
+    ),
+    "a GPU of a switch": (
+        matrix(["X NV18 NV16", "NV18 X NV16", "NV16 NV16 X"]),
+        r"GPUs 0-2, 1-2 \(2 in all\) share 16 NVLinks where others have 18",
+    ),
+    "none of a cube mesh": (CUBE_MESH, ""),
+    "none of half a cube mesh": (
+        matrix(["X NV1 NV1 NV2", "NV1 X NV2 NV1", "NV1 NV2 X NV2", "NV2 NV1 NV2 X"]),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "warning"), DEFECTS.values(), ids=DEFECTS)
+def test_broken_links_are_named_and_uneven_designs_are_not(text, warning):
+    warnings = Cluster.parse(text).warnings
+    assert len(warnings) == bool(warning)
+    assert all(re.match(warning, found) for found in warnings)
 
 
 def test_a_gpu_that_fell_off_the_switch_is_named_and_left_out():

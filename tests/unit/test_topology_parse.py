@@ -61,6 +61,7 @@ UNUSUAL = {
     "escapes in cells": "\tGPU0\tGPU1\n\x1b[1mGPU0\x1b[0m\tX\tNV\x1b[0m4\nGPU1\tNV4\tX",
     "no header": table("X NV4", "NV4 X"),
     "header glued": "GPU0GPU1NIC0NIC1CPU Affinity\nGPU0 X NV4 PIXSYS 0-7\nGPU1 NV4 X SYSPIX 0-7",
+    "header glued in part": "\t  GPU0GPU1mlx5_0\tmlx5_2\nGPU0 X NV4 PIX SOC\nGPU1 NV4 X PIX SOC",
     "cells glued": "GPU0 GPU1\nGPU0 XNV4 0-7\nGPU1 NV4X 0-7",
     "columns permuted": "\tGPU1\tNIC0\tGPU0\nGPU0\tNV4\tPIX\tX\nGPU1\tX\tSYS\tNV4",
     "rows permuted": "\tGPU0\tGPU1\nGPU1\tNV4\tX\nGPU0\tX\tNV4",
