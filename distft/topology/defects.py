@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 from distft.topology.gpus import Gpu
@@ -51,7 +52,7 @@ def _fewer_links(wiring: Wiring) -> list[str]:
     return found
 
 
-def _says(what: str, sets: list[tuple[int, ...]], low: int, most: int) -> str:
+def _says(what: str, sets: Sequence[tuple[int, ...]], low: int, most: int) -> str:
     names = ", ".join("-".join(map(str, gpus)) for gpus in sets)
     return (
         f"{what} {names} ({len(sets)} in all) share {low} NVLinks where others have {most}: a "
