@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distft.checkpoint.adopt import Adoption as Adoption
     from distft.checkpoint.adopt import adopt as adopt
     from distft.checkpoint.consolidation import consolidate as consolidate
+    from distft.checkpoint.conversion import convert as convert
     from distft.checkpoint.difference import diff as diff
     from distft.checkpoint.folder import latest as latest
     from distft.checkpoint.inspection import Inspection as Inspection
@@ -67,6 +68,7 @@ _HOMES = {
     "ZeRO3": "distft.strategies.zero",
     "adopt": "distft.checkpoint.adopt",
     "consolidate": "distft.checkpoint.consolidation",
+    "convert": "distft.checkpoint.conversion",
     "diff": "distft.checkpoint.difference",
     "init": "distft.process_group",
     "inspect": "distft.checkpoint.inspection",

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m distft", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_consolidate(commands)
+    _add_convert(commands)
     _add_reshard(commands)
     _add_diff(commands)
     _add_verify(commands)
@@ -62,6 +63,27 @@ def _add_consolidate(commands: Any) -> None:
     command.set_defaults(run=_consolidate)
 
 
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser(
+        "convert",
+        help="turn a checkpoint into the format of another tool",
+        epilog="example: python -m distft convert runs/7 runs/7-zero3 --to zero3 --world-size 4",
+    )
+    command.add_argument("path", help="a checkpoint, a run's root, or one file of weights")
+    command.add_argument("out", help="folder to write to")
+    command.add_argument(
+        "--to",
+        default="safetensors",
+        help="safetensors, adapter, dcp, deepspeed (universal) or zero3; default safetensors",
+    )
+    command.add_argument("--world-size", type=int, default=1, help="ranks, of dcp and zero3")
+    command.add_argument("--dtype", help="dtype of the weights; default as trained")
+    command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
+    command.add_argument("--config", help="config.json of the model, or a folder with one")
+    _add_max_ram(command)
+    command.set_defaults(run=_convert)
+
+
 def _add_reshard(commands: Any) -> None:
     command = commands.add_parser(
         "reshard",
@@ -73,6 +95,9 @@ def _add_reshard(commands: Any) -> None:
     command.add_argument("out", help="new folder")
     command.add_argument("--strategy", required=True, help="name of the strategy that goes on")
     command.add_argument("--world-size", type=int, required=True, help="ranks that go on")
+    command.add_argument(
+        "--native", action="store_true", help="of zero3: the files that its engine writes itself"
+    )
     _add_max_ram(command)
     command.set_defaults(run=_reshard)
 
@@ -172,6 +197,24 @@ def _consolidate(options: argparse.Namespace) -> int:
     return _wrote(options, out, "weights", "*.safetensors")
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from distft.checkpoint.conversion import convert
+
+    with _progress() as advance:
+        out = convert(
+            options.path,
+            options.out,
+            options.to,
+            options.world_size,
+            options.dtype,
+            options.max_ram,
+            options.config,
+            options.base,
+            advance,
+        )
+    return _wrote(options, out, "state", "*.safetensors", "*.distcp", "*.pt")
+
+
 def _reshard(options: argparse.Namespace) -> int:
     from distft.strategies.resharding import reshard
 
@@ -183,6 +226,7 @@ def _reshard(options: argparse.Namespace) -> int:
             options.world_size,
             options.max_ram,
             advance,
+            options.native,
         )
     # The tensors of either layout; beside them lie config, tokenizer and random states.
     return _wrote(options, out, "state", "dcp/*", "deepspeed/*")

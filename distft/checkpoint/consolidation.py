@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from distft.checkpoint.adapters import find_adapter
+from distft.checkpoint.beside import copy_beside
 from distft.checkpoint.casts import CASTABLE
-from distft.checkpoint.folder import LAYOUTS, MANIFEST, STATE_FILE
 from distft.checkpoint.layouts import AS_IT_IS, Layout
 from distft.checkpoint.memory import parse_bytes
 from distft.checkpoint.merge_plan import Merge
@@ -35,13 +34,6 @@ from distft.peft import ADAPTER, CONFIG_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     import torch
-
-_OURS = {MANIFEST, STATE_FILE, CONFIG, "rng", ADAPTER, *LAYOUTS}
-# What a model's folder has beside weights; a folder of another tool may hold anything else.
-_BESIDE = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "vocab.*", "merges.txt", "*.model", "chat_template.*", "*processor_config.json",
-)  # fmt: skip
 
 AdapterChoice = Literal["keep", "merge", "only"]
 Advance = Callable[[int], None]
@@ -128,7 +120,7 @@ def consolidate(
             _write_model(made, source, asked, limits, exclude_frozen, rename)
             # Of both the run's own, which may have another tokenizer than its base.
             for root in dict.fromkeys((source.found.root, found.root)):
-                _copy_others(root, made)
+                copy_beside(root, made)
     return out
 
 
@@ -252,22 +244,6 @@ def _floating_dtype(dtype: Any) -> str:
             f"consolidate(dtype={dtype!r}) needs a floating dtype. Pass 'bfloat16' or 'float32'."
         )
     return name
-
-
-def _copy_others(root: Path, made: Path) -> None:
-    """Copy generation config, tokenizer and the like, as the run saved them."""
-    members = (
-        root.iterdir()
-        if (root / MANIFEST).is_file()
-        else (file for pattern in _BESIDE for file in root.glob(pattern) if file.is_file())
-    )
-    for member in members:
-        if member.name in _OURS:
-            continue
-        if member.is_dir():
-            shutil.copytree(member, made / member.name, dirs_exist_ok=True)
-        else:
-            shutil.copy(member, made)
 
 
 def _names_weights(member: Path) -> bool:

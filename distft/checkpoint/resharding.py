@@ -20,18 +20,19 @@ from distft.checkpoint.folder import (
     Manifest,
     SavedFile,
     describe_file,
-    is_complete,
     read_manifest,
 )
 from distft.checkpoint.memory import parse_bytes
 from distft.checkpoint.publish import check_whole, main_dtype
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.shards import LogicalTensor, OptimizerState, ShardMap
-from distft.checkpoint.target import check_target, written_whole
+from distft.checkpoint.target import check_new, check_target, written_whole
 from distft.checkpoint.writers.dcp import DcpFolder, plan_dcp
 from distft.checkpoint.writers.pickled import Stored
 from distft.checkpoint.writers.torch_zip import Archives
 from distft.checkpoint.writers.universal import LATEST, TAG, plan_universal
+from distft.checkpoint.writers.zero3 import LATEST as LATEST_OF_ENGINE
+from distft.checkpoint.writers.zero3 import plan_zero3
 from distft.mesh import Mesh
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -100,8 +101,19 @@ def reshard_checkpoint(
     world_size: int,
     max_ram: str | int = "2GB",
     advance: Callable[[int], None] | None = None,
+    sub_group_size: int | None = None,
 ) -> Path:
     """Write a checkpoint that a strategy resumes; see `distft.reshard`.
+
+    Args:
+        source: What is read.
+        out: New folder.
+        strategy: What resumes it.
+        world_size: Number of ranks that will.
+        max_ram: Most memory that this call may add.
+        advance: Called with the number of bytes after each window.
+        sub_group_size: That of a stage-3 engine whose own files are to be written for so many
+            ranks, or None for a layout that any number reads.
 
     Collective: none.
     """
@@ -109,11 +121,7 @@ def reshard_checkpoint(
     mesh = strategy.mesh(world_size)
     found, out = source.found, Path(out).absolute()
     check_target(out, found.root)
-    if is_complete(out) or (out.is_dir() and any(out.iterdir())):
-        raise ValueError(
-            f"{out} holds {len(list(out.iterdir()))} files or folders, and a checkpoint is never "
-            "written over another. Choose a new folder."
-        )
+    check_new(out)
     if (strategy.precision == "bf16") != (source.precision == "bf16"):
         raise ValueError(
             f"{found.root} was trained in {source.precision!r}, and {strategy!r} trains in "
@@ -122,16 +130,21 @@ def reshard_checkpoint(
         )
     check_whole(found)
     plan: DcpFolder | Archives
+    latest: str | None = None
     if strategy.layout == DCP:
         plan = plan_dcp(_items(source), mesh.num_ranks)
+    elif sub_group_size is None:
+        plan, latest = plan_universal(found, source.optimizer.groups, mesh.num_ranks), LATEST
     else:
-        plan = plan_universal(found, source.optimizer.groups, mesh.num_ranks)
+        bf16 = strategy.precision != "fp32"
+        groups, latest = source.optimizer.groups, LATEST_OF_ENGINE
+        plan = plan_zero3(found, groups, mesh.num_ranks, TAG, bf16, sub_group_size)
     with written_whole(out, lambda member: member.name == MANIFEST, lambda _: []) as made:
         state = made / strategy.layout
         state.mkdir()
         plan.write(found.root, state, limit, advance or (lambda _: None))
-        if strategy.layout != DCP:
-            (state / LATEST).write_text(TAG)
+        if latest is not None:
+            (state / latest).write_text(TAG)
         _copy_beside(source, made, mesh, limit)
         manifest = _manifest(source, strategy, mesh, made)
         with (made / MANIFEST).open("w", encoding="utf-8") as file:

@@ -27,6 +27,21 @@ def check_target(out: Path, source: Path, what: str = "the checkpoint") -> None:
         raise ValueError(f"{out} is a file. Choose a folder to write to.")
 
 
+def check_new(out: Path) -> None:
+    """Refuse a folder to write to that holds something.
+
+    Raises:
+        ValueError: It does.
+
+    Collective: none.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(
+            f"{out} holds {len(list(out.iterdir()))} files or folders, and a checkpoint is never "
+            "written over another. Choose a new folder."
+        )
+
+
 @contextmanager
 def written_whole(
     out: Path, is_last: Callable[[Path], bool], stale: Callable[[Path], list[Path]]

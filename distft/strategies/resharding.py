@@ -8,6 +8,7 @@ from pathlib import Path
 from distft.checkpoint.resharding import Source, reshard_checkpoint
 from distft.strategies.base import Strategy
 from distft.strategies.by_name import strategy as by_name
+from distft.strategies.zero import ZeRO3
 
 
 def reshard(
@@ -17,6 +18,7 @@ def reshard(
     world_size: int,
     max_ram: str | int = "2GB",
     advance: Callable[[int], None] | None = None,
+    native: bool = False,
 ) -> Path:
     """Write a checkpoint of any layout as one that a strategy resumes, and return the folder.
 
@@ -32,15 +34,27 @@ def reshard(
         world_size: Number of ranks that will go on.
         max_ram: Most memory that this call may add to the process.
         advance: Called with the number of bytes after each window, from any thread.
+        native: For ZeRO-3: the files that its engine itself writes on ``world_size`` ranks, which
+            it reads with all settings of all groups, in place of DeepSpeed's universal layout.
 
     Raises:
         ValueError: ``path`` is no checkpoint, a broken one or one without an optimizer, ``out``
             holds something or lies inside it, the strategy trains in another precision or does not
-            run on that many ranks, or memory or disk are too small.
+            run on that many ranks, ``native`` is asked for another strategy than ZeRO-3, or memory
+            or disk are too small.
 
     Collective: none.
     """
     source = Source.read(path)
     if not isinstance(strategy, Strategy):
         strategy = by_name(strategy, precision=source.precision)
-    return reshard_checkpoint(source, out, strategy, world_size, max_ram, advance)
+    sub_group_size = None
+    if native:
+        if not isinstance(strategy, ZeRO3):
+            raise ValueError(
+                f"reshard(native=True) writes the files of the engine of ZeRO-3, 1 of the "
+                f"strategies, and {strategy!r} is another. Leave native out: any number of ranks "
+                "loads what is written then."
+            )
+        sub_group_size = strategy.sub_group_size
+    return reshard_checkpoint(source, out, strategy, world_size, max_ram, advance, sub_group_size)

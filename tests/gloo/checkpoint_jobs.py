@@ -156,10 +156,12 @@ def load_and_step(strategy: Any, recipe: Recipe, path: Path, steps: int) -> dict
     }
 
 
-def load_by_deepspeed(strategy: Any, recipe: Recipe, folder: Path, steps: int) -> dict[str, Any]:
-    """Let DeepSpeed's own engine load a folder in its universal layout, and make some steps."""
+def load_by_deepspeed(
+    strategy: Any, recipe: Recipe, folder: Path, steps: int, universal: bool = True
+) -> dict[str, Any]:
+    """Let DeepSpeed's own engine load a folder, in its universal layout or its own, and go on."""
     model, optimizer = recipe.reseeded().apply(strategy)
-    model._config.load_universal_checkpoint = True
+    model._config.load_universal_checkpoint = universal
     model.load_checkpoint(str(folder), load_lr_scheduler_states=False)
     losses = [recipe.step(strategy, model, optimizer, 1 + step) for step in range(steps)]
     return {

@@ -106,6 +106,37 @@ def test_deepspeeds_own_engine_resumes_a_resharded_run(
     assert_goes_on(found, never_stopped[False])
 
 
+@pytest.mark.parametrize(
+    ("source", "recipe"),
+    [
+        (ZeRO3(), Recipe(two_groups=True)),
+        (FSDP2(), Recipe(two_groups=True, frozen="mlp.down", extra="buffers")),
+    ],
+    ids=str,
+)
+def test_the_engine_of_stage_3_goes_on_from_its_own_files_for_other_ranks(
+    pools, never_stopped, tmp_path, source, recipe
+):
+    expected = never_stopped[True]
+    if recipe.frozen:
+        expected = pools(1).run(train_on, DDP(), recipe, 1 + STEPS)[0]
+    pools(2).run(train_and_save, source, recipe, tmp_path / "saved", 1)
+    strategy = ZeRO3(sub_group_size=2_000)
+    out = distft.reshard(tmp_path / "saved", tmp_path / "out", strategy, 3, native=True)
+    found = distft.diff(tmp_path / "saved", out)
+    assert found.same, str(found)
+    assert_goes_on(pools(3).run(load_and_step, strategy, recipe, out, STEPS)[0], expected)
+    arguments = (strategy, recipe, out / "deepspeed", STEPS, False)
+    assert_goes_on(pools(3).run(load_by_deepspeed, *arguments)[0], expected)
+
+
+def test_files_of_an_engine_are_written_for_zero3_alone(pools, tmp_path):
+    pools(2).run(train_and_save, FSDP2(), Recipe(), tmp_path / "saved", 1)
+    with pytest.raises(ValueError, match=r"native=True.*of ZeRO-3, 1 of the strategies, and FSDP2"):
+        distft.reshard(tmp_path / "saved", tmp_path / "out", FSDP2(), 2, native=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
     """Return the folder that a world wrote of a model with experts, and the next step's loss."""

@@ -18,6 +18,7 @@ from distft.checkpoint.writers.pickled import Call, Global, Pairs, Pickled, Stor
 from distft.checkpoint.writers.torch_zip import Archives
 
 METADATA = ".metadata"
+_FIRST_FILE = "__0_0.distcp"
 _VERSION = "1.0.0"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _CONTIGUOUS = Call(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
@@ -51,7 +52,18 @@ class DcpFolder:
         (folder / METADATA).write_bytes(self.metadata)
 
 
-def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> DcpFolder:
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An item that is no tensor."""
+
+    value: Any
+
+
+def plan_dcp(
+    items: Mapping[str, LogicalTensor | Stored | Value],
+    num_files: int,
+    paths: Mapping[str, tuple[Any, ...]] | None = None,
+) -> DcpFolder:
     """Return a folder that holds tensors under names, rows dealt out to files.
 
     File ``i`` of ``n`` gets rows ``i * ceil(R / n)`` to ``(i + 1) * ceil(R / n)`` of ``R``, as
@@ -60,14 +72,21 @@ def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> Dcp
     Args:
         items: Tensors by name; one whose bytes are known is a `Stored`.
         num_files: Number of files.
+        paths: Keys under which each item was in a nest of dicts; by default its name alone.
 
     Raises:
         ValueError: There is a tensor of a dtype that torch has no storage for.
 
     Collective: none.
     """
-    archives, chunks = Archives(), list[Chunk]()
+    archives, chunks, values = Archives(), list[Chunk](), list[Chunk]()
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, item in items.items():
+        if isinstance(item, Value):
+            place = archives.add(_FIRST_FILE, item.value)
+            values.append(Chunk(name, (), (), _FIRST_FILE, *place))
+            continue
+        described[name] = item.dtype, item.shape
         for number, start, shape in _rows(item.shape, num_files):
             if isinstance(item, Stored):
                 stored = item
@@ -76,8 +95,7 @@ def plan_dcp(items: Mapping[str, LogicalTensor | Stored], num_files: int) -> Dcp
                 stored = Stored(item.dtype, shape, item, first)
             file = f"__{number}_0.distcp"
             chunks.append(Chunk(name, start, shape, file, *archives.add(file, stored)))
-    described = {name: (item.dtype, item.shape) for name, item in items.items()}
-    return DcpFolder(archives, make_metadata(described, chunks))
+    return DcpFolder(archives, make_metadata(described, chunks, values, paths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +111,30 @@ class Chunk:
 
 
 def make_metadata(
-    items: Mapping[str, tuple[str, tuple[int, ...]]], chunks: Sequence[Chunk]
+    items: Mapping[str, tuple[str, tuple[int, ...]]],
+    chunks: Sequence[Chunk],
+    values: Sequence[Chunk] = (),
+    paths: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> bytes:
     """Return the bytes of ``.metadata``.
 
     Args:
         items: Dtype and shape of each tensor.
         chunks: What they are made of.
+        values: Where items lie that are no tensors.
+        paths: Keys under which each item was in a nest of dicts; by default its name alone.
 
     Collective: none.
     """
     boxes: dict[str, list[Any]] = {name: [] for name in items}
     places: list[tuple[Any, Any]] = []
-    info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
     for chunk in chunks:
         start, known = size_of(chunk.start), boxes[chunk.name]
         index = {"fqn": chunk.name, "offset": start, "index": len(known)}
         known.append(
             _made("ChunkStorageMetadata", {"offsets": start, "sizes": size_of(chunk.shape)})
         )
-        place = {"relative_path": chunk.file, "offset": chunk.offset, "length": chunk.length}
-        places.append((_made("MetadataIndex", index), Call(info, (), place, new=True)))
+        places.append(_placed(index, chunk))
     described = {
         name: _made(
             "TensorStorageMetadata",
@@ -128,11 +149,14 @@ def make_metadata(
         )
         for name, (dtype, shape) in items.items()
     }
+    for value in values:
+        described[value.name] = _made("BytesStorageMetadata", {})
+        places.append(_placed({"fqn": value.name, "offset": None, "index": None}, value))
     metadata = _made(
         "Metadata",
         {
             "state_dict_metadata": described,
-            "planner_data": {name: (name,) for name in items},
+            "planner_data": {name: (paths or {}).get(name, (name,)) for name in described},
             "storage_data": Pairs(places),
             "version": _VERSION,
         },
@@ -142,6 +166,13 @@ def make_metadata(
 
 def _made(name: str, state: Any) -> Call:
     return Call(Global(_METADATA_MODULE, name), (), state, new=True)
+
+
+def _placed(index: Mapping[str, Any], chunk: Chunk) -> tuple[Any, Any]:
+    """Return an index of a chunk or a value, and where its archive lies."""
+    place = {"relative_path": chunk.file, "offset": chunk.offset, "length": chunk.length}
+    info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    return _made("MetadataIndex", index), Call(info, (), place, new=True)
 
 
 def _rows(

@@ -49,12 +49,28 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A range of the flattened logical tensor, or zeros where there is none."""
+
+    tensor: LogicalTensor | None
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor whose elements follow in the archive: a logical one, or the bytes themselves."""
+    """A tensor whose elements follow in the archive: a logical one, parts, or the bytes themselves.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape.
+        content: Where its elements come from.
+        start: Of one logical tensor, the element with which it begins.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    content: LogicalTensor | bytes
+    content: LogicalTensor | bytes | Sequence[Part]
     start: int = 0
 
 

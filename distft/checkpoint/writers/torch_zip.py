@@ -17,7 +17,8 @@ from typing import Any
 
 from distft.checkpoint.copy import Budget, Output, check_disk, copy_outputs, make_files
 from distft.checkpoint.shards import ITEM_BYTES, LogicalTensor
-from distft.checkpoint.writers.pickled import Pickled, Stored
+from distft.checkpoint.writers.checksums import Range, Storage
+from distft.checkpoint.writers.pickled import Part, Pickled, Stored
 
 _ALIGNMENT = 64
 _BIG, _MANY = 0xFFFFFFFF, 0xFFFF
@@ -33,14 +34,14 @@ class Archives:
 
     Attributes:
         fixed: File, offset and bytes of all that is known beforehand.
-        outputs: The storages.
-        crc_places: For each output the two offsets in its file at which its CRC-32 is written.
+        outputs: The storages, or parts of them.
+        storages: Where the CRC-32 of each storage is written, and what it is of.
         sizes: Bytes of each file so far.
     """
 
     fixed: list[tuple[str, int, bytes]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
-    crc_places: list[tuple[int, int]] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
 
     def add(self, file: str, value: Any, root: str = "archive") -> tuple[int, int]:
@@ -60,7 +61,7 @@ class Archives:
         entries += [(f"data/{number}", stored) for number, stored in enumerate(pickled.stored)]
         entries += [("version", b"3\n")]
         at, directory = begin, bytearray()
-        waiting: list[tuple[int, int]] = []
+        waiting: list[tuple[int, int, tuple[Range, ...]]] = []
         for name, content in entries:
             header, data_at, line = _entry(f"{root}/{name}".encode(), content, at - begin)
             self.fixed.append((file, at, header))
@@ -69,18 +70,37 @@ class Archives:
                 self.fixed.append((file, begin + data_at, data))
             else:
                 assert isinstance(content, Stored)
-                count = _num_elements(content)
-                self.outputs.append(
-                    Output(file, begin + data_at, data, content.dtype, content.start, count)
-                )
-                waiting.append((at + _CRC_IN_HEADER, len(directory) + _CRC_IN_DIRECTORY))
+                ranges = self._add_parts(file, begin + data_at, content)
+                waiting.append((at + _CRC_IN_HEADER, len(directory) + _CRC_IN_DIRECTORY, ranges))
             at = begin + data_at + _num_bytes(content)
             directory += line
-        self.crc_places.extend((header, at + line) for header, line in waiting)
+        self.storages.extend(
+            Storage(file, (header, at + line), ranges) for header, line, ranges in waiting
+        )
         end = _end(at - begin, len(directory), len(entries))
         self.fixed.append((file, at, bytes(directory) + end))
         self.sizes[file] = at + len(directory) + len(end)
         return begin, self.sizes[file] - begin
+
+    def _add_parts(self, file: str, at: int, stored: Stored) -> tuple[Range, ...]:
+        """Add what is streamed into a storage; zeros are what a new file has."""
+        parts: Sequence[Part]
+        if isinstance(stored.content, LogicalTensor):
+            parts = (Part(stored.content, stored.start, _num_elements(stored)),)
+        else:
+            assert not isinstance(stored.content, bytes)
+            parts = stored.content
+        ranges, size = [], ITEM_BYTES[stored.dtype]
+        for part in parts:
+            number = None
+            if part.tensor is not None:
+                number = len(self.outputs)
+                self.outputs.append(
+                    Output(file, at, part.tensor, stored.dtype, part.start, part.count)
+                )
+            ranges.append((number, part.count * size))
+            at += part.count * size
+        return tuple(ranges)
 
     @property
     def num_bytes(self) -> int:
@@ -117,9 +137,9 @@ class Archives:
         _write_all(
             folder,
             (
-                (output.file, place, struct.pack("<I", crc))
-                for output, crc, places in zip(self.outputs, sums, self.crc_places, strict=True)
-                for place in places
+                (storage.file, place, struct.pack("<I", storage.crc32(sums)))
+                for storage in self.storages
+                for place in storage.places
             ),
         )
 
@@ -139,13 +159,13 @@ def frame(dtype: str, shape: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
     """
     made = Archives()
     _, length = made.add("", Stored(dtype, shape, LogicalTensor("", shape, dtype, [])))
-    [output], [crc_places] = made.outputs, made.crc_places
+    [output], [storage] = made.outputs, made.storages
     at, size = output.offset, output.num_bytes
     archive = bytearray(length - size)
     for _, offset, data in made.fixed:
         offset -= size if offset >= at else 0
         archive[offset : offset + len(data)] = data
-    for place in crc_places:
+    for place in storage.places:
         struct.pack_into("<I", archive, place - (size if place >= at else 0), crc)
     return bytes(archive[:at]), bytes(archive[at:])
 
@@ -218,11 +238,3 @@ def _end(at: int, length: int, count: int) -> bytes:
         wide += struct.pack("<IIQI", 0x07064B50, 0, at + length, 1)
     few = min(count, _MANY)
     return wide + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, length, min(at, _BIG), 0)
-
-
-def stored_scalars(values: Sequence[float]) -> Stored:
-    """Return an fp32 tensor of no dim with a number.
-
-    Collective: none.
-    """
-    return Stored("float32", (), struct.pack("<f", *values))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distft.checkpoint.readers.universal import OPTIMIZER_FILE, ZERO
-from distft.checkpoint.shards import ParamGroup, ShardMap
+from distft.checkpoint.shards import OptimizerState, ParamGroup, ShardMap
 from distft.checkpoint.writers.pickled import Stored, ordered, size_of
 from distft.checkpoint.writers.torch_zip import Archives
 
@@ -23,7 +23,7 @@ LATEST = "latest_universal"
 # Stages 1 and 2 read the one, stage 3 the other.
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # Whose format this is; stages 1 and 2 refuse a state without a version.
-_VERSION = "0.19.8"
+VERSION = "0.19.8"
 
 
 def plan_universal(found: ShardMap, groups: Sequence[ParamGroup], world_size: int) -> Archives:
@@ -50,23 +50,17 @@ def plan_universal(found: ShardMap, groups: Sequence[ParamGroup], world_size: in
             stored = Stored("float32", tensor.shape, tensor)
             archives.add(f"{TAG}/{ZERO}/{name}/{key}.pt", {"param": stored})
         if name in state.steps:
-            archives.add(f"{TAG}/{ZERO}/{name}/step.pt", _number(state.steps[name]))
+            archives.add(f"{TAG}/{ZERO}/{name}/step.pt", stored_number(state.steps[name]))
     settings, steps, first = [], {}, 0
     for index, group in enumerate(groups):
-        counters = {state.steps[name] for name in group.names if name in state.steps}
-        if len(counters) > 1:
-            raise ValueError(
-                f"Group {index} of {len(groups)} has parameters that were updated "
-                f"{min(counters):g} and {max(counters):g} times, and ZeRO keeps 1 counter for "
-                "them. Reshard to fsdp2 or ddp, which keep one for each."
-            )
-        for counter in counters:
-            steps[index] = {"step": _number(counter)}
+        counter = common_step(state, groups, index)
+        if counter is not None:
+            steps[index] = {"step": stored_number(counter)}
         numbers = list(range(first, first + len(group.names)))
         settings.append({**group.settings, "params": numbers})
         first += len(group.names)
     optimizer: dict[str, Any] = {
-        "ds_version": _VERSION,
+        "ds_version": VERSION,
         "param_groups": settings,
         "optimizer_state_dict": {"state": steps, "param_groups": settings},
     }
@@ -77,7 +71,30 @@ def plan_universal(found: ShardMap, groups: Sequence[ParamGroup], world_size: in
     return archives
 
 
-def _number(value: float) -> Stored:
+def common_step(state: OptimizerState, groups: Sequence[ParamGroup], index: int) -> float | None:
+    """Return how often the parameters of a group were updated, None where none was.
+
+    Raises:
+        ValueError: They differ.
+
+    Collective: none.
+    """
+    names = groups[index].names
+    counters = {state.steps[name] for name in names if name in state.steps}
+    if len(counters) > 1:
+        raise ValueError(
+            f"Group {index} of {len(groups)} has parameters that were updated "
+            f"{min(counters):g} and {max(counters):g} times, and ZeRO keeps 1 counter for "
+            "them. Reshard to fsdp2 or ddp, which keep one for each."
+        )
+    return counters.pop() if counters else None
+
+
+def stored_number(value: float) -> Stored:
+    """Return an fp32 tensor of no dim with a number.
+
+    Collective: none.
+    """
     return Stored("float32", (), struct.pack("<f", value))
 
 
@@ -107,5 +124,5 @@ def _model_state(
         "global_steps": found.step or 0,
         "skipped_steps": 0,
         "ds_config": {},
-        "ds_version": _VERSION,
+        "ds_version": VERSION,
     }
