@@ -92,6 +92,19 @@ def test_bandwidth_of_bridged_pairs_follows_the_links_of_the_card():
     assert a40 == pytest.approx(47.5e9, rel=0.2)
 
 
+@pytest.mark.parametrize(("ranks", "measured"), [(4, 35), (8, 28)])
+def test_bandwidth_over_the_host_is_within_a_fifth_of_what_was_measured(ranks, measured):
+    # RTX 5090 on PCIe 5, whose driver has no peer access (NVIDIA/nccl#1639).
+    cluster = Cluster.parse(full(8, "NODE"), gpu="RTX5090")
+    bandwidth = cluster.bus_bandwidth("all_reduce", ranks) / 1e9
+    assert bandwidth == pytest.approx(measured, rel=0.2)
+
+
+def test_a_send_between_nodes_has_one_gpus_share_of_the_wire():
+    bandwidth = Cluster.preset("p5", nodes=2).bus_bandwidth("send", 2, stride=8) / 1e9
+    assert bandwidth == pytest.approx(38.2, rel=0.2)
+
+
 def test_a_small_all_reduce_takes_as_long_as_measured():
     # 107 GB/s of bus bandwidth at 4 MiB on 8 H200 (stas00/ml-engineering).
     seconds = Cluster.preset("8xH200-SXM").time("all_reduce", 4 * 2**20, 8)
