@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # The key of a parameter group, and where its values are kept on the model.
 GROUP_BOUND = "max_grad_norm"
 _MARK = "_distft_group_bounds"
+_SHORT = 2**16
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,9 @@ def global_norm(parts: Sequence[GradientShards], device: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float32, device=device)
     for part in parts:
         square = torch.zeros((), dtype=torch.float32, device=device)
-        tensors = [tensor.detach() for tensor in part.tensors if tensor.numel()]
+        tensors = [
+            short for tensor in part.tensors if tensor.numel() for short in _short(tensor.detach())
+        ]
         if tensors:
             lifted = [t if t.dtype == torch.float32 else t.float() for t in tensors]
             norms = torch._foreach_norm(lifted, 2.0)
@@ -182,6 +185,19 @@ def global_norm(parts: Sequence[GradientShards], device: Any) -> Tensor:
             dist.all_reduce(square, group=group)
         total = total + square
     return total.sqrt()
+
+
+def _short(tensor: Tensor) -> Sequence[Tensor]:
+    """Return a tensor in parts over which a norm is exact.
+
+    On a CPU torch adds up squares in a few fp32 lanes: the norm of 1e8 numbers comes out 1 % too
+    small, of 4e8 7 %, and that of the norms of parts of 65,536 is right to 2e-7. Offloaded
+    gradients are vectors of up to 1e9.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _SHORT:
+        return [tensor]
+    parts: Sequence[Tensor] = tensor.reshape(-1).split(_SHORT)
+    return parts
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
