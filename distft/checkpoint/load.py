@@ -41,6 +41,9 @@ class Loader(RunLoader, Protocol):
     layout: ClassVar[str]
     name: ClassVar[str]
 
+    def _engine_loads(self, saved_by: str) -> bool:
+        """Return whether its engine reads the files of a strategy of this constructor."""
+
     def _read_state(
         self,
         folder: Path,
@@ -135,6 +138,8 @@ def load_checkpoint(
 def _is_native(strategy: Loader, manifest: Manifest, folder: Path) -> bool:
     """Return whether the strategy's engine reads the files itself, as they were written."""
     if manifest.layout != strategy.layout or (folder / manifest.layout / LATEST).is_file():
+        return False
+    if not strategy._engine_loads(manifest.strategy["constructor"]):
         return False
     return manifest.layout == DCP or (
         manifest.strategy["name"] == strategy.name

@@ -79,6 +79,11 @@ def _check_engine(folder: Path, stage: int, num_ranks: int | None, model: Any) -
             f"{folder} was saved by ZeRO-{stage} on {num_ranks} ranks, and this is {here} on "
             f"{ranks}. Use distft.ZeRO{stage} on {num_ranks} ranks."
         )
+    if model.zero_nvme_offload_optimizer():
+        raise ValueError(
+            f"{folder} was saved by DeepSpeed, and of an optimizer on a disk it reads 0 moments. "
+            "Load it with offload='params', save, and load that."
+        )
 
 
 def _check_parameters(folder: Path, model: Any, optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distft.formulas._numbers import choice, exact
+from distft.formulas.disk import DiskState, disk_state, sub_groups
 from distft.formulas.fetch import FetchLimits, Visit, fetch_counts
 from distft.formulas.memory import model_state_bytes
 from distft.formulas.native import MOMENTS, STEP_BYTES, control_traffic
@@ -19,6 +20,10 @@ from distft.formulas.reports import (
 )
 from distft.formulas.traffic import zero_traffic_bytes
 from distft.formulas.zero_plus import ZeROPlus, gathers, reductions, ring_with_zero_plus
+
+# Kinds of offload, and DeepSpeed's own size of what one optimizer call updates.
+OFFLOADS = {1: ("optimizer",), 2: ("optimizer",), 3: ("optimizer", "params", "nvme")}
+SUB_GROUP_SIZE = 1_000_000_000
 
 # Flat groups end at a multiple of this many elements per rank, so that the parts of bf16 weights
 # start at 4 bytes.
@@ -82,6 +87,7 @@ def zero_memory(
     limits: FetchLimits | None = None,
     offload: str | None = None,
     secondary: int | None = None,
+    sub_group_size: int = SUB_GROUP_SIZE,
 ) -> MemoryReport:
     """Memory of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3, as it holds it after a backward pass.
 
@@ -90,12 +96,14 @@ def zero_memory(
     `ceil(n / N)` elements. A master copy exists even where weights are fp32. Stage 1 too keeps only
     its part of the reduced gradients; the whole ones, which the paper counts, exist during the
     backward pass. Offload of "optimizer" has master weights, moments and the
-    reduced gradients on the host; "params" (stage 3) the parts of the weights too. A secondary
-    copy over h ranks (stage 3) adds `P w / h`, without what persists.
+    reduced gradients on the host; "params" (stage 3) the parts of the weights too; "nvme" (stage 3)
+    has these and the gradients there, master weights and moments on a disk, but for sub-groups
+    below 1 MiB. A secondary copy over h ranks (stage 3) adds `P w / h`, without what persists.
 
-    Source: Rajbhandari et al. 2020 (ZeRO), section 5; Ren et al. 2021 (ZeRO-Offload); Wang et al.
-    2023 (ZeRO++), section 3.2; DeepSpeed 0.19 `stage_1_and_2.py`, `stage3.py`. Assumes: one
-    parameter group, and a second one of what stays fp32.
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5; Ren et al. 2021 (ZeRO-Offload); Rajbhandari
+    et al. 2021 (ZeRO-Infinity), section 5; Wang et al. 2023 (ZeRO++), section 3.2; DeepSpeed 0.19
+    `stage_1_and_2.py`, `stage3.py`. Assumes: one parameter group, and a second one of what stays
+    fp32.
 
     Raises:
         ValueError: The precision, the optimizer or the offload is unknown, or no parameter is
@@ -104,13 +112,14 @@ def zero_memory(
     Collective: none.
     """
     if offload is not None:
-        choice("offload", offload, ("optimizer", "params") if stage == 3 else ("optimizer",))
+        choice("offload", offload, OFFLOADS.get(stage, ()))
     sizes = _sizes(precision)
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
     trained = _trained(tensors)
     frozen = sum(tensor.numel for tensor in tensors if not tensor.trainable)
     buffers: list[tuple[str, tuple[str, ...], int]] = []
     groups = _groups(tensors)
+    num_updated = len(groups) if stage < 3 else _num_updated(tensors, ranks, sub_group_size)
     if stage == 3:
         part = sum(part_numel(tensor.numel, ranks) for tensor in tensors if tensor.trainable)
         held = sum(part_numel(t.numel, ranks) * _weight(t, precision) for t in tensors)
@@ -138,7 +147,7 @@ def zero_memory(
         ("gradients, own part", "gradients", ("backward", "step"), part * sizes.gradient),
         ("master weights, own part", "optimizer", ALWAYS, part * sizes.master),
         ("moments, own part", "optimizer", ALWAYS, part * moments * sizes.moment),
-        ("step count", "optimizer", ALWAYS, STEP_BYTES * len(groups) if moments else 0),
+        ("step count", "optimizer", ALWAYS, STEP_BYTES * num_updated if moments else 0),
     ]
     if secondary is not None:
         lines += _secondary_lines(tensors, ranks, precision, limits, secondary)
@@ -153,7 +162,7 @@ def zero_memory(
         moments * sizes.moment + sizes.master,
     )
     whole = sum(tensor.numel for tensor in _persistent(tensors, limits)) if stage == 3 else 0
-    if offload == "params" and whole:
+    if offload in ("params", "nvme") and whole:
         # What persists is whole on the device beside its part on the host.
         lines[0] = ("weights", "parameters", ALWAYS, (held - whole) * sizes.weight)
         lines.append(("persistent weights", "parameters", ALWAYS, whole * sizes.weight))
@@ -161,8 +170,15 @@ def zero_memory(
     if offload is not None:
         on_host = {name for name, *_ in lines if "own part" in name}
         on_host |= {"step count", "optimizer's temporary (foreach)"}
-    if offload == "params":
+    if offload in ("params", "nvme"):
         on_host.add("weights")
+    on_disk: set[str] = set()
+    if offload == "nvme":
+        disk = _disk_state(tensors, ranks, sub_group_size)
+        lines = _disk_lines(lines, disk, moments)
+        on_host |= {name for name, *_ in lines if name.endswith(("small sub-groups", "the disk"))}
+        on_disk = {"master weights, own part", "moments, own part"}
+        on_host -= on_disk
     paper = {1: "P (w + g) + P k / N", 2: "P w + P (g + k) / N", 3: "P (w + g + k) / N"}[stage]
     state += model_state_bytes(frozen, ranks, stage, sizes.weight, 0, 0)
     if secondary is not None:
@@ -170,7 +186,7 @@ def zero_memory(
         paper += " + P w / h"
     return MemoryReport(
         tuple(
-            MemoryLine(name, kind, when, (size,) * ranks, name in on_host)
+            MemoryLine(name, kind, when, (size,) * ranks, name in on_host, name in on_disk)
             for name, kind, when, size in lines
         ),
         state,
@@ -188,6 +204,8 @@ def zero_traffic(
     limits: FetchLimits | None = None,
     offload: str | None = None,
     plus: ZeROPlus | None = None,
+    optimizer: str = "adamw",
+    sub_group_size: int = SUB_GROUP_SIZE,
 ) -> TrafficReport:
     """Traffic of DeepSpeed's ZeRO-1, ZeRO-2 and ZeRO-3 in its steady state.
 
@@ -207,8 +225,10 @@ def zero_traffic(
         grad_accum: Micro-steps of one step.
         visits: Stage 3: the modules in the order of work, forward and then backward.
         limits: Stage 3: the engine's limits; None is its defaults.
-        offload: What lies on the host; then the engine's own norm is one fp32 number.
+        offload: What lies on the host or a disk; then the engine's own norms are fp32.
         plus: Stage 3: what there is of ZeRO++.
+        optimizer: Name of the optimizer, whose moments go to a disk and back ("nvme").
+        sub_group_size: Elements that one optimizer call updates.
 
     Raises:
         ValueError: A count is below 1, the precision is unknown, no parameter is trainable, or
@@ -224,9 +244,9 @@ def zero_traffic(
         sent = _stage3_traffic(
             tensors, ranks, precision, visits, limits or FetchLimits(), grad_accum, plus
         )
-        # Stage 3 has no switch for its own norm, one fp64 for each group beside ours, or fp32
+        # Stage 3 has no switch for its own norm, one fp64 for each sub-group beside ours, or fp32
         # if offloaded.
-        norm_bytes = 8 * len(_groups(tensors)) if offload is None else 4
+        norm_bytes = (8 if offload is None else 4) * _num_updated(tensors, ranks, sub_group_size)
     else:
         per = "step" if stage == 1 else "micro_step"
         gathered = sum(
@@ -255,7 +275,11 @@ def zero_traffic(
     if plus != ZeROPlus():
         paper_bytes = exact(grad_accum * ring_with_zero_plus(trained, ranks, sizes.weight, plus))
         paper = "P (N-1)/N + P (h-1)/h + P (N-1)/N a micro-step, in the bytes of what travels"
-    return TrafficReport(tuple(sent), grad_accum, paper_bytes, paper)
+    moved = 0
+    if offload == "nvme":
+        moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
+        moved = _disk_state(tensors, ranks, sub_group_size).moved_bytes(moments)
+    return TrafficReport(tuple(sent), grad_accum, paper_bytes, paper, moved)
 
 
 def _sizes(precision: str) -> EngineBytes:
@@ -311,6 +335,39 @@ def _secondary_lines(
     if held[False]:
         lines.append(("secondary copy of frozen weights", "parameters", ALWAYS, held[False]))
     return lines
+
+
+def _disk_state(tensors: Sequence[Parameter], ranks: int, sub_group_size: int) -> DiskState:
+    return disk_state(_parts([t for t in tensors if t.trainable], ranks), sub_group_size)
+
+
+def _num_updated(tensors: Sequence[Parameter], ranks: int, sub_group_size: int) -> int:
+    """Return the number of optimizer calls of a step of stage 3, one for each sub-group."""
+    groups = _groups(tensors)
+    return sum(len(sub_groups(_parts(group, ranks), sub_group_size)) for group in groups)
+
+
+def _parts(tensors: Sequence[Parameter], ranks: int) -> list[int]:
+    return [part_numel(tensor.numel, ranks) for tensor in tensors]
+
+
+def _disk_lines(
+    lines: list[tuple[str, str, tuple[str, ...], int]], disk: DiskState, moments: int
+) -> list[tuple[str, str, tuple[str, ...], int]]:
+    """Return the lines with optimizer state divided by where it lies, one sub-group at work."""
+    fp32 = PRECISIONS["fp32"]
+    new = {
+        "master weights, own part": disk.on_disk * fp32.master,
+        "moments, own part": disk.on_disk * moments * fp32.moment,
+        "optimizer's temporary (foreach)": disk.largest * fp32.master,
+    }
+    kept = [(name, kind, when, new.get(name, size)) for name, kind, when, size in lines]
+    if disk.in_memory:
+        small = disk.in_memory * fp32.master
+        kept.append(("master weights of small sub-groups", "optimizer", ALWAYS, small))
+        kept.append(("moments of small sub-groups", "optimizer", ALWAYS, small * moments))
+    through = disk.buffer_bytes(moments)
+    return [*kept, ("buffers to and from the disk", "buffer", ALWAYS, through)]
 
 
 def _weight(tensor: Parameter, precision: str) -> int:

@@ -71,6 +71,7 @@ class MemoryLine:
         phases: Phases of a step in which it is held.
         per_rank: Bytes on each rank.
         on_host: Whether it lies in host memory, offloaded, and not on the device.
+        on_disk: Whether it lies on a disk, and in no memory.
     """
 
     name: str
@@ -78,6 +79,7 @@ class MemoryLine:
     phases: tuple[str, ...]
     per_rank: tuple[int, ...]
     on_host: bool = False
+    on_disk: bool = False
 
     def __post_init__(self) -> None:
         choice("kind", self.kind, KINDS)
@@ -99,12 +101,12 @@ class MemoryLine:
 class MemoryReport:
     """Bytes that each rank holds: model state to the byte, all else as estimates.
 
-    Bytes are the device's, but for what `host` names. `peak_bytes` is what torch calls allocated,
-    `reserved_bytes` and `process_bytes` are what its allocator and nvidia-smi say.
+    Bytes are the device's, but for what `host` and `disk` name. `peak_bytes` is what torch calls
+    allocated, `reserved_bytes` and `process_bytes` are what its allocator and nvidia-smi say.
 
     Args:
         lines: What is held, when, on which rank.
-        paper_bytes: Model state of one rank by the paper, even shards, host and device together.
+        paper_bytes: Model state of one rank by the paper, even shards, wherever it lies.
         paper: The paper's formula, in words.
         fragmentation: The allocator's segments over live tensors.
         has_peers: Whether there are other ranks, where the report is of one; None asks its lines.
@@ -137,8 +139,18 @@ class MemoryReport:
         return max(self.host_per_rank)
 
     @property
+    def disk_per_rank(self) -> tuple[int, ...]:
+        """Bytes of model state that each rank holds on a disk."""
+        return self._sum(line for line in self.lines if line.on_disk)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of model state on a disk, of the rank that holds most."""
+        return max(self.disk_per_rank)
+
+    @property
     def _on_device(self) -> list[MemoryLine]:
-        return [line for line in self.lines if not line.on_host]
+        return [line for line in self.lines if not (line.on_host or line.on_disk)]
 
     def _sum(self, lines: Iterable[MemoryLine]) -> tuple[int, ...]:
         return _sum_ranks(lines) or (0,) * self.num_ranks
@@ -203,19 +215,23 @@ class MemoryReport:
         rows = [
             (
                 line.phase,
-                f"{line.name} (host)" if line.on_host else line.name,
+                f"{line.name}{_place(line)}",
                 _grouped(line.num_bytes),
                 _grouped(min(line.per_rank)),
             )
             for line in self.lines
         ]
-        host = f"on the host: {_grouped(self.host_bytes)} bytes of model state on the heaviest rank"
+        elsewhere = [
+            f"on the {place}: {_grouped(size)} bytes of model state on the heaviest rank"
+            for place, size in (("host", self.host_bytes), ("disk", self.disk_bytes))
+            if size
+        ]
         head = ("phase", "held", "bytes, heaviest rank", "lightest")
         return "\n".join(
             (
                 table(head, rows),
                 f"model state: {_grouped(self.model_state_bytes)} bytes on the heaviest rank",
-                *([host] if self.host_bytes else []),
+                *elsewhere,
                 f"by the paper: {_grouped(self.paper_bytes)} bytes, {self.paper}",
                 f"peak: {_grouped(self.peak_bytes)} bytes of live tensors ({self.peak_phase}), "
                 f"{_grouped(self.reserved_bytes)} reserved,",
@@ -276,12 +292,14 @@ class TrafficReport:
         grad_accum: Micro-steps of one step.
         paper_bytes_per_step: Bytes by the paper, without padding and control messages.
         paper: The paper's formula, in words.
+        disk_bytes_per_step: Bytes that one rank reads from its disk in a step, and writes.
     """
 
     collectives: tuple[Collective, ...]
     grad_accum: int
     paper_bytes_per_step: int | float
     paper: str
+    disk_bytes_per_step: int = 0
 
     def __post_init__(self) -> None:
         whole("grad_accum", self.grad_accum, 1)
@@ -322,10 +340,16 @@ class TrafficReport:
             for each in self.collectives
         ]
         head = ("collective", "axis", "ranks", "per", "moves", "bytes sent by a rank")
+        disk = _grouped(self.disk_bytes_per_step)
         return "\n".join(
             (
                 table(head, rows),
                 f"in a step: {_grouped(self.bytes_per_step)} bytes sent by a rank",
+                *(
+                    [f"in a step: {disk} bytes read from its disk, and written"]
+                    if disk != "0"
+                    else []
+                ),
                 f"by the paper: {_grouped(self.paper_bytes_per_step)} bytes, {self.paper}",
             )
         )
@@ -353,6 +377,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _sum_ranks(lines: Iterable[MemoryLine]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*(line.per_rank for line in lines), strict=True))
+
+
+def _place(line: MemoryLine) -> str:
+    return " (host)" if line.on_host else " (disk)" if line.on_disk else ""
 
 
 def _grouped(number: int | float) -> str:

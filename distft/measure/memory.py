@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of model state on this rank: parameters, gradients, optimizer tensors."""
+    """Bytes of model state on this rank: parameters, gradients, optimizer tensors.
+
+    ``on_disk`` is what ZeRO-3 holds of the optimizer's tensors in files, and nowhere else.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
+    on_disk: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Bytes in memory."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -43,7 +47,11 @@ def model_state_bytes(model: nn.Module, optimizer: Optimizer | None) -> ModelSta
     by_parameter = optimizer.state.values() if optimizer is not None else ()
     states: list[Any] = [value for state in by_parameter for value in state.values()]
     masters = _master_tensors(model)
-    return ModelStateBytes(parameters, gradients, _count([*masters, *states], seen))
+    held = _count([*masters, *states], seen)
+    on_disk = sum(
+        info.numel() * info.num_tensors() * info.dtype().itemsize for info in _in_files(model)
+    )
+    return ModelStateBytes(parameters, gradients, held, on_disk)
 
 
 def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
@@ -86,6 +94,9 @@ def _gradient_tensors(model: Any) -> list[Any]:
     averaged = model.optimizer.averaged_gradients.values()
     # Offloaded, they are on the host, each on its master partition.
     whole += [partition.grad for partition in _master_tensors(model)]
+    whole += [
+        gradient for info in _in_files(model) for gradient in info.unswapped_gradients.values()
+    ]
     # Stage 1 in mixed precision accumulates in fp32 beside the parameter.
     whole += [getattr(p, "grad_accum", None) for p in unwrap(model).parameters()]
     return [*whole, *[tensor for group in averaged if group for tensor in group]]
@@ -98,3 +109,10 @@ def _master_tensors(model: Any) -> list[Any]:
     if model.zero_optimization_stage() == 3:
         return list(zero.fp32_partitioned_groups_flat)
     return list(zero.single_partition_of_fp32_groups)
+
+
+def _in_files(model: Any) -> list[Any]:
+    """Return what DeepSpeed knows of each sub-group whose optimizer state is on a disk."""
+    if not is_engine(model) or not model.zero_nvme_offload_optimizer():
+        return []
+    return list(model.optimizer.optimizer_swapper.swap_params_info.values())

@@ -84,7 +84,8 @@ class Strategy(StrategyHooks):
         activation_checkpointing: Recompute each block in the backward pass instead of keeping its
             activations; dropout draws the same mask again.
         offload: What lies in host memory: ``"optimizer"`` (moments and master weights) or
-            ``"params"`` (all model state); which a strategy has, `offloads` says.
+            ``"params"`` (all model state); or ``"nvme:PATH"``: moments and master weights in files
+            below PATH, the rest in host memory. Which a strategy has, `offloads` says.
         compile: ``"block"`` runs torch.compile on each transformer block, which fuses its small
             operations and costs the time to compile in the first steps; ``generate`` runs without.
     """

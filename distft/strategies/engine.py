@@ -18,6 +18,8 @@ import torch
 
 from distft.checkpoint.capture import Finished, HostCopies, Written
 from distft.checkpoint.dcp_write import HashedFile
+from distft.strategies import on_disk
+from distft.strategies.on_disk import Maps
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -81,12 +83,29 @@ class EngineOptimizer(torch.optim.Optimizer):
         zero._epilogue_ran_this_backward = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's partitions, as the torch optimizer inside has it."""
+        """Return the state of this rank's partitions, as the torch optimizer inside has it.
+
+        Raises:
+            RuntimeError: The state is on a disk.
+        """
+        self._check_in_memory("state_dict")
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of this rank's partitions."""
+        """Set the state of this rank's partitions.
+
+        Raises:
+            RuntimeError: The state is on a disk.
+        """
+        self._check_in_memory("load_state_dict")
         self.inner.load_state_dict(state_dict)
+
+    def _check_in_memory(self, call: str) -> None:
+        if self.engine.zero_nvme_offload_optimizer():
+            raise RuntimeError(
+                f"{call}() of an optimizer whose state is on a disk: its tensors hold 0 elements "
+                "between steps. Use save() and load() of the strategy."
+            )
 
 
 def master_partitions(engine: Any) -> list[torch.Tensor]:
@@ -228,7 +247,7 @@ def gradients_by_group(engine: Any, home: Sequence[int]) -> dict[int | None, lis
     """Return this rank's reduced gradients by the number of a group; all under None for no home.
 
     Stages 1 and 2 keep them by group, stage 3 by sub-group. A group of which this rank has no
-    part is there, and empty. Offloaded, each is the gradient of the master partition on the host.
+    part is there, and empty. Offloaded, each is the gradient of the master partition, on the host.
 
     Args:
         engine: The engine.
@@ -242,6 +261,7 @@ def gradients_by_group(engine: Any, home: Sequence[int]) -> dict[int | None, lis
     held: dict[int, Any] = zero.averaged_gradients
     if host:
         held = {i: [p.grad] for i, p in enumerate(host) if p.grad is not None}
+        held |= {i: [gradient] for i, gradient in on_disk.gradients(engine).items()}
     for index, tensors in held.items():
         found[home[group_of.get(index, index)] if home else None] += tensors or []
     return found
@@ -377,7 +397,7 @@ class CapturedFiles:
         return Finished()
 
 
-def capture_files(engine: Any, tag: str, copies: HostCopies | None) -> CapturedFiles:
+def capture_files(engine: Any, tag: str, copies: HostCopies | Maps | None) -> CapturedFiles:
     """Return what an engine would write, with no file written yet.
 
     All its collectives are over then, so that a rank whose disk is full keeps nobody waiting.
@@ -403,7 +423,7 @@ def capture_files(engine: Any, tag: str, copies: HostCopies | None) -> CapturedF
     return CapturedFiles(engine, torch.distributed.get_rank(), contents)
 
 
-def copy_tensors(value: Any, copies: HostCopies) -> Any:
+def copy_tensors(value: Any, copies: HostCopies | Maps) -> Any:
     """Return a copy of nested containers whose tensors share storages as those before do.
 
     Collective: none.

@@ -247,7 +247,9 @@ def enable_checkpointing(model: nn.Module) -> None:
 OFFLOADS = {
     "optimizer": "ZeRO1, ZeRO2 and ZeRO3",
     "params": "ZeRO3, FSDP2 and HSDP",
+    "nvme:PATH": "ZeRO3",
 }
+DISK = "nvme:"
 
 
 def check_offload(strategy: Any) -> None:
@@ -257,18 +259,13 @@ def check_offload(strategy: Any) -> None:
         ValueError: It has none or others; the text names what it has, and who has this one.
     """
     kind, has = strategy.offload, type(strategy).offloads
-    if kind is None or kind in has:
+    shown = f"{DISK}PATH" if str(kind).startswith(DISK) and len(kind) > len(DISK) else kind
+    if kind is None or shown in has:
         return
     name = type(strategy).__name__
     mine = " and ".join(repr(each) for each in has) or "no offload"
-    if kind in OFFLOADS:
-        way_out = f"{kind!r} is there for {OFFLOADS[kind]}."
-    elif str(kind).startswith("nvme:"):
-        way_out = (
-            "State on a disk (ZeRO-Infinity) is in no strategy: DeepSpeed 0.19 puts gradients "
-            "where no norm over all of them is taken, and goes on from a checkpoint without the "
-            f"optimizer's moments. 'params' is there for {OFFLOADS['params']}."
-        )
+    if shown in OFFLOADS:
+        way_out = f"{shown!r} is there for {OFFLOADS[shown]}."
     else:
         way_out = f"The {len(OFFLOADS)} kinds are {' and '.join(repr(each) for each in OFFLOADS)}."
     raise ValueError(

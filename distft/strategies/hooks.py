@@ -116,6 +116,13 @@ class StrategyHooks(ABC):
     ) -> None:
         """Read what `_capture_state` of a strategy with the same layout wrote."""
 
+    def _engine_loads(self, saved_by: str) -> bool:
+        """Return whether `_read_state` reads files of a strategy of this layout and constructor.
+
+        Those that it does not read go to `_place_run`, one tensor after another.
+        """
+        return True
+
     def _place_run(self, model: nn.Module, optimizer: Optimizer, run: WholeRun) -> None:
         """Put another tool's run in its places; the default knows plain tensors and DTensors."""
         from distft.checkpoint.whole_run import place_run

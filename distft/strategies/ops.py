@@ -54,6 +54,33 @@ def check_quantizer(strategy: Any, accelerator: Any) -> None:
     raise_together(error)
 
 
+def check_async_io(strategy: Any, accelerator: Any) -> None:
+    """Load the op that reads and writes a disk; the first time it is compiled, for minutes.
+
+    Raises:
+        RuntimeError: It does not build on a rank, on every rank.
+
+    Collective: every rank.
+    """
+    error = None
+    try:
+        # It asks itself whether libaio is there, but where the op came with the installation.
+        accelerator.create_op_builder("AsyncIOBuilder").load(verbose=False)
+    except Exception as why:
+        error = RuntimeError(
+            f"{strategy!r} needs DeepSpeed's async_io op, which does not build on 1 or more ranks: "
+            f"it takes a C++ compiler, ninja and libaio with its headers ({_first_line(why)}). "
+            "Install libaio-dev (Debian) or libaio-devel (Red Hat), set CFLAGS and LDFLAGS where "
+            "it lies elsewhere, or use offload='params'."
+        )
+        error.__cause__ = why
+    raise_together(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def check_parts(strategy: Any, model: nn.Module, ranks: int) -> None:
     """Raise where a rank's part of a parameter cannot be quantized.
 

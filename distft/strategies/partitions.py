@@ -48,6 +48,8 @@ def place_run(engine: Any, run: WholeRun) -> None:
     """
     import torch
 
+    from distft.strategies import on_disk
+
     zero = engine.optimizer
     third = engine.zero_optimization_stage() == 3
     pieces = list(_pieces_of_stage_3(engine) if third else _pieces_of_stage_1(engine))
@@ -62,11 +64,11 @@ def place_run(engine: Any, run: WholeRun) -> None:
             _fill_model(tensors[name], whole, third)
             for piece in by_name.get(name, ()):
                 _fill(piece.flat, piece, whole)
-        zero.optimizer.state.clear()
+        on_disk.forget_moments(engine)
         for piece in pieces:
             state = zero.optimizer.state[piece.flat]
             for key, value in run.states.get(piece.name, {}).items():
-                _fill_state(state, key, value, piece, full_shape(tensors[piece.name]))
+                _fill_state(engine, state, key, value, piece, full_shape(tensors[piece.name]))
     if hasattr(zero, "_hp_optimizer_states_linked"):
         # The fragments of what was cleared are looked up again at the next step.
         zero._hp_optimizer_states_linked = False
@@ -142,9 +144,9 @@ def _fill_model(tensor: Any, whole: Tensor, third: bool) -> None:
 
 
 def _fill_state(
-    state: dict[str, Any], key: str, value: Any, piece: Piece, shape: tuple[int, ...]
+    engine: Any, state: dict[str, Any], key: str, value: Any, piece: Piece, shape: tuple[int, ...]
 ) -> None:
-    import torch
+    from distft.strategies import on_disk
 
     if not isinstance(value, StateTensor):
         state[key] = value
@@ -152,5 +154,5 @@ def _fill_state(
         state[key] = value.read().clone()
     else:
         if key not in state:
-            state[key] = torch.zeros_like(piece.flat)
+            state[key] = on_disk.new_state(engine, piece.flat, key)
         _fill(state[key], piece, value.read())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from distft.formulas import (
     zero_memory,
     zero_traffic,
 )
+from distft.formulas.deepspeed import SUB_GROUP_SIZE
 from distft.kept import kept_names
 from distft.mesh import Mesh
 from distft.process_group import group_rank, local_device, together
@@ -34,6 +36,7 @@ from distft.training.optimizers import (
     OptimizerFactory,
     ParamGroup,
     build_optimizer,
+    num_moments,
     split_groups,
 )
 from distft.training.wrappers import chosen_parameters
@@ -120,7 +123,7 @@ class ZeRO(Strategy):
         groups: Sequence[ParamGroup],
         mesh: Mesh,
     ) -> tuple[nn.Module, Optimizer]:
-        from distft.strategies import engine
+        from distft.strategies import engine, on_disk
 
         deepspeed = _load_deepspeed()
         # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
@@ -128,6 +131,16 @@ class ZeRO(Strategy):
         kept = kept_names(model) if self.precision != "fp32" else frozenset()
         groups = self._groups_of_one_dtype(groups, kept)
         client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
+        config = self._config()
+        folder = self._disk_folder(client)
+        if folder is not None:
+            config["zero_optimization"]["offload_optimizer"] = {
+                "device": "nvme",
+                "nvme_path": str(folder),
+                # A sub-group's weights, gradient and moments pass through one buffer each.
+                "buffer_count": 2 + num_moments(optimizer, groups),
+                "pin_memory": local_device().type == "cuda",
+            }
         # The engine sends parameters alone.
         copy_from_rank0(list(model.buffers()))
         if self.precision != "fp32":
@@ -143,8 +156,11 @@ class ZeRO(Strategy):
             engine.kept_in_fp32(deepspeed.DeepSpeedEngine, _stage3_module(), parameters),
         ):
             made, _, _, _ = deepspeed.initialize(
-                model=model, optimizer=client, config=self._config(), dist_init_required=False
+                model=model, optimizer=client, config=config, dist_init_required=False
             )
+        if folder is not None:
+            on_disk.keep_gradients_in_memory(made.optimizer)
+            on_disk.remove_at_exit(made, folder)
         if self.stage == 2 and kept:
             engine.stage_in_fp32(made.optimizer)
         if self.stage == 3:
@@ -152,6 +168,10 @@ class ZeRO(Strategy):
         elif self.stage == 1 and self.precision == "bf16-mixed":
             engine.free_accumulators(made.optimizer)
         return made, engine.EngineOptimizer(made)
+
+    def _disk_folder(self, optimizer: Optimizer) -> Path | None:
+        """Return the folder on a disk for this optimizer's state; None where it is in memory."""
+        return None
 
     def _groups_of_one_dtype(
         self, groups: Sequence[ParamGroup], kept: Collection[str]
@@ -250,26 +270,32 @@ class ZeRO(Strategy):
     ) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
+        from distft.strategies import on_disk
+
         gathered = _load_deepspeed().zero.GatheredParameters
 
         found = {}
-        for name, parameter in chosen_parameters(model, names):
-            if parameter.requires_grad:
-                whole = safe_get_full_fp32_param(parameter)
-            else:
-                with gathered([parameter], enabled=self.stage == 3):
-                    whole = parameter.detach().clone()
-            found[name] = whole.detach().cpu().clone()
+        with on_disk.in_place(model):
+            for name, parameter in chosen_parameters(model, names):
+                if parameter.requires_grad:
+                    whole = safe_get_full_fp32_param(parameter)
+                else:
+                    with gathered([parameter], enabled=self.stage == 3):
+                        whole = parameter.detach().clone()
+                found[name] = whole.detach().cpu().clone()
         return found
 
     def _gather_gradients(self, model: Any) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_grad
 
-        gradients = {
-            name: safe_get_full_grad(parameter)
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
-        }
+        from distft.strategies import on_disk
+
+        with on_disk.in_place(model):
+            gradients = {
+                name: safe_get_full_grad(parameter)
+                for name, parameter in model.module.named_parameters()
+                if parameter.requires_grad
+            }
         return {name: g.detach().cpu().clone() for name, g in gradients.items() if g is not None}
 
     @contextmanager
@@ -283,9 +309,12 @@ class ZeRO(Strategy):
     def _capture_state(
         self, model: Any, optimizer: Optimizer, copies: HostCopies | None
     ) -> Captured:
+        from distft.strategies import on_disk
         from distft.strategies.engine import capture_files
 
-        return capture_files(model, TAG, copies)
+        # DeepSpeed would write empty tensors and a copy of its files beside them.
+        with on_disk.in_place(model):
+            return capture_files(model, TAG, copies or on_disk.maps(model))
 
     def _read_state(
         self,
@@ -308,9 +337,11 @@ class ZeRO(Strategy):
         self._after_new_weights(model)
 
     def _place_run(self, model: Any, optimizer: Optimizer, run: WholeRun) -> None:
+        from distft.strategies import on_disk
         from distft.strategies.partitions import place_run
 
-        place_run(model, run)
+        with on_disk.in_place(model):
+            place_run(model, run)
         self._after_new_weights(model)
 
     def _make_groups(self) -> None:
@@ -327,8 +358,9 @@ class ZeRO(Strategy):
             self.precision,
             load.optimizer,
             self._fetch_limits(),
-            self.offload,
+            self._offload_kind(),
             self._zero_plus().secondary,
+            self._updated_at_once(),
         )
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
@@ -340,9 +372,19 @@ class ZeRO(Strategy):
             load.grad_accum,
             spec.module_visits(self.activation_checkpointing, self.compile is not None),
             self._fetch_limits(),
-            self.offload,
+            self._offload_kind(),
             self._zero_plus(),
+            load.optimizer,
+            self._updated_at_once(),
         )
+
+    def _offload_kind(self) -> str | None:
+        """Return what the formulas call the offload: without the folder of "nvme:PATH"."""
+        return None if self.offload is None else self.offload.partition(":")[0]
+
+    def _updated_at_once(self) -> int:
+        """Return the elements of one optimizer call; stages 1 and 2 make one of a whole group."""
+        return SUB_GROUP_SIZE
 
     def _fetch_limits(self) -> FetchLimits:
         """Return what bounds the gathering of weights; stages 1 and 2 gather none."""
@@ -393,7 +435,8 @@ class ZeRO3(ZeRO):
         max_live_parameters: Gathered elements held at once, beyond which nothing is prefetched.
         max_reuse_distance: Parameters used again within so many elements stay gathered; 0 frees
             them after each use, which is what the formulas say.
-        sub_group_size: Elements updated by one optimizer call.
+        sub_group_size: Elements updated by one optimizer call; so many of weights, gradient and
+            each moment are in memory at a time with ``offload="nvme:PATH"``.
         secondary_partition: Ranks that share one more copy of the weights (hpZ of ZeRO++), best
             those of one machine: weights are then gathered from all ranks once a step, and else
             within the group. It costs the weights' bytes divided by it.
@@ -405,13 +448,13 @@ class ZeRO3(ZeRO):
 
     name: ClassVar[str] = "zero3"
     stage: ClassVar[int] = 3
-    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "params")
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "params", "nvme:PATH")
 
     persistence_threshold: int = 0
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 0
-    sub_group_size: int = 1_000_000_000
+    sub_group_size: int = SUB_GROUP_SIZE
     secondary_partition: int | None = None
     quantized_weights: bool = False
     quantized_gradients: bool = False
@@ -454,6 +497,33 @@ class ZeRO3(ZeRO):
         ZeRO._check_installed(self)
         if self.quantized_weights or self.quantized_gradients:
             ops.check_quantizer(self, _load_deepspeed().accelerator.get_accelerator())
+        if self._offload_kind() == "nvme":
+            ops.check_async_io(self, _load_deepspeed().accelerator.get_accelerator())
+
+    def _engine_loads(self, saved_by: str) -> bool:
+        # DeepSpeed reads no moments and no counter into optimizer state on a disk, and sub-groups
+        # only where they end at the same parameters.
+        size = re.search(r"sub_group_size=(\d+)", saved_by)
+        same = (
+            int(size[1]) == self.sub_group_size if size else self.sub_group_size == SUB_GROUP_SIZE
+        )
+        return same and self._offload_kind() != "nvme"
+
+    def _disk_folder(self, optimizer: Optimizer) -> Path | None:
+        from distft.strategies import on_disk
+
+        kind, _, path = (self.offload or "").partition(":")
+        if kind != "nvme":
+            return None
+        if type(optimizer).__name__ == "Adagrad":
+            raise ValueError(
+                f"{self!r}: Adagrad makes its 1 moment when it is built, where the weights on the "
+                "disk have 0 elements. Use another optimizer, or offload='params'."
+            )
+        return on_disk.make_folder(self, Path(path).absolute())
+
+    def _updated_at_once(self) -> int:
+        return self.sub_group_size
 
     def _check_model(self, model: nn.Module) -> None:
         ZeRO._check_model(self, model)

@@ -134,16 +134,16 @@ def _batches(strategy: Strategy, step: int) -> list[Any]:
 
 
 def check_memory(strategy: Strategy, pool: WorkerPool, model: str | None = None) -> None:
-    """Bytes of model state on every rank, device and host, are what ``memory`` says."""
+    """Bytes of model state on every rank, in memory and on a disk, are what ``memory`` says."""
     from distft.spec import ModelSpec, Workload
 
     model = model or default_model(strategy, pool.world_size)
-    measured = [total for total, _ in pool.run(_measure, strategy, model)]
+    measured = [held for held, _ in pool.run(_measure, strategy, model)]
     report = strategy.memory(
         ModelSpec.from_model(tiny_model(model)), Workload(seq_len=16), world_size=pool.world_size
     )
-    places = zip(report.per_rank, report.host_per_rank, strict=True)
-    predicted = [device + host for device, host in places]
+    places = zip(report.per_rank, report.host_per_rank, report.disk_per_rank, strict=True)
+    predicted = [(device + host, disk) for device, host, disk in places]
     assert predicted == measured, f"{predicted} predicted, {measured} measured"
 
 
@@ -169,8 +169,10 @@ def check_traffic(strategy: Strategy, pool: WorkerPool, model: str | None = None
         assert moved == predicted, f"rank {rank}: {predicted} predicted, {moved} measured"
 
 
-def _measure(strategy: Strategy, model_name: str) -> tuple[int, dict[tuple[str, int], int]]:
-    """Return bytes of state with gradients and moments there, and what a step moves.
+def _measure(
+    strategy: Strategy, model_name: str
+) -> tuple[tuple[int, int], dict[tuple[str, int], int]]:
+    """Return bytes of state in memory and on a disk, gradients there, and what a step moves.
 
     That is bytes of full buffers by op and number of ranks.
     """
@@ -189,9 +191,9 @@ def _measure(strategy: Strategy, model_name: str) -> tuple[int, dict[tuple[str, 
     batch = _batches(strategy, 4)[0]
     optimizer.zero_grad()
     strategy.backward(next_token_loss(model, batch) / 10)
-    total = model_state_bytes(model, optimizer).total
+    held = model_state_bytes(model, optimizer)
     optimizer.zero_grad()
-    return total, moved
+    return (held.total, held.on_disk), moved
 
 
 def check_wrong_model(strategy: Strategy, pool: WorkerPool, model: str | None = None) -> None:

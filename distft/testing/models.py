@@ -38,6 +38,8 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    # 1.16 million elements: a part of two has more than the 1 MiB that DeepSpeed leaves in memory.
+    "W": ("llama", {"hidden_size": 192, "intermediate_size": 768}),
     "X": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "G": (
         "gpt_oss",
@@ -57,10 +59,11 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
     """Return the config of a tiny model.
 
-    L, Lt (tied), Q (q/k norms), M (6 experts), X (Mixtral, 3 experts) or G (GPT-OSS, 4 experts).
+    L, Lt (tied), Q (q/k norms), W (wide), M (6 experts), X (Mixtral, 3 experts) or G (GPT-OSS, 4
+    experts).
 
     >>> sorted(TINY_MODELS)
-    ['G', 'L', 'Lt', 'M', 'Q', 'X']
+    ['G', 'L', 'Lt', 'M', 'Q', 'W', 'X']
 
     Raises:
         ValueError: There is no tiny model of that name.

@@ -216,3 +216,22 @@ def build_optimizer(
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         group["param_names"] = list(named["params"])
     return optimizer
+
+
+def num_moments(factory: OptimizerFactory, groups: Sequence[ParamGroup]) -> int:
+    """Return how many tensors of a parameter's size the optimizer keeps for it: the most of any.
+
+    It is found out by a step on two numbers with the settings of each group.
+
+    Collective: none.
+    """
+    import torch
+
+    tried = {group["params"][0]: torch.nn.Parameter(torch.zeros(2)) for group in groups}
+    settings = [{**group, "params": [group["params"][0]]} for group in groups]
+    optimizer = build_optimizer(factory, tried, settings)
+    for parameter in tried.values():
+        parameter.grad = torch.zeros(2)
+    optimizer.step()
+    states = (optimizer.state[parameter].values() for parameter in tried.values())
+    return max(sum(torch.is_tensor(v) and v.shape == (2,) for v in values) for values in states)
