@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from distft.checkpoint.verify import verify as verify
     from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
     from distft.peft import load_adapter as load_adapter
+    from distft.planner import Plan as Plan
+    from distft.planner import plan as plan
     from distft.process_group import init as init
     from distft.spec import ModelSpec as ModelSpec
     from distft.spec import Workload as Workload
@@ -59,6 +61,7 @@ _HOMES = {
     "NDParallel": "distft.strategies.parallel",
     "OutOfMemory": "distft.measure.out_of_memory",
     "StepResult": "distft.training.step",
+    "Plan": "distft.planner",
     "Strategy": "distft.strategies.base",
     "TP": "distft.strategies.parallel",
     "Verification": "distft.checkpoint.verify",
@@ -75,6 +78,7 @@ _HOMES = {
     "latest": "distft.checkpoint.folder",
     "load_adapter": "distft.peft",
     "load_model": "distft.checkpoint.pretrained",
+    "plan": "distft.planner",
     "reshard": "distft.strategies.resharding",
     "strategy": "distft.strategies.by_name",
     "unwrap": "distft.training.wrappers",

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_inspect(commands)
     _add_topo(commands)
     _add_bench_collectives(commands)
+    _add_plan(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -172,6 +173,75 @@ def _add_bench_collectives(commands: Any) -> None:
         "--compare-no-p2p", action="store_true", help="measure without NVLink too, and draw both"
     )
     command.set_defaults(run=_bench_collectives)
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="rank every strategy for a model on a machine: memory, time, what to change",
+        epilog="example: python -m distft plan Qwen3-30B-A3B --cluster 8xH100-SXM",
+    )
+    command.add_argument("model", help="a model's name, or a folder with its config.json")
+    command.add_argument("--cluster", default="8xH100-SXM", help="a preset; default 8xH100-SXM")
+    command.add_argument("--topology", help="what `nvidia-smi topo -m` printed, with --gpu")
+    command.add_argument("--gpu", help="kind of GPU of --topology, such as H100-80GB")
+    command.add_argument("--nodes", type=int, default=1, help="number of such nodes; default 1")
+    command.add_argument("--internode-gbps", type=float, help="Gbit/s out of a node")
+    command.add_argument("--num-gpus", type=int, help="GPUs that train; default all")
+    command.add_argument("--micro-batch", type=int, default=1, help="rows; default 1")
+    command.add_argument("--seq-len", type=int, default=4096, help="tokens of a row; default 4096")
+    command.add_argument("--grad-accum", type=int, default=1, help="micro-steps; default 1")
+    command.add_argument("--tuning", default="full", help="full, lora or qlora; default full")
+    command.add_argument("--lora-rank", type=int, default=16, help="rank of adapters; default 16")
+    command.add_argument("--loss", default="eager", help="eager, compiled, chunked or fused")
+    command.add_argument("--attention", default="flash", help="flash, sdpa or eager")
+    command.add_argument("--precision", help="fp32, bf16-mixed or bf16")
+    command.add_argument("--checkpointing", action="store_true", help="compute blocks again")
+    command.add_argument("--compile", action="store_true", help="compile blocks")
+    command.add_argument("--offload", help="optimizer or params, where a strategy can")
+    command.add_argument("--html", help="also write a report with plots to this file")
+    command.add_argument("--markdown", help="also write a report to this file")
+    command.add_argument("--plot", help="also write the plots to this file")
+    command.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from distft.planner import plan
+    from distft.spec import Workload
+    from distft.topology import Cluster
+
+    nodes, gbps = options.nodes, options.internode_gbps
+    if options.topology:
+        text = Path(options.topology).read_text(encoding="utf-8")
+        cluster = Cluster.parse(text, gpu=options.gpu, nodes=nodes, internode_gbps=gbps)
+    else:
+        cluster = Cluster.preset(options.cluster, nodes, gbps)
+    load = Workload(
+        micro_batch=options.micro_batch,
+        seq_len=options.seq_len,
+        grad_accum=options.grad_accum,
+        tuning=options.tuning,
+        lora_rank=options.lora_rank,
+        attention=options.attention,
+        loss=options.loss,
+    )
+    found = plan(
+        options.model,
+        load,
+        cluster,
+        num_gpus=options.num_gpus,
+        precision=options.precision,
+        activation_checkpointing=options.checkpointing,
+        compile=options.compile,
+        offload=options.offload,
+    )
+    for path, text_of in ((options.html, found.to_html), (options.markdown, found.to_markdown)):
+        if path:
+            Path(path).write_text(text_of(), encoding="utf-8")
+    if options.plot:
+        found.plot(options.plot)
+    print(found.to_json() if options.json else found)
+    return 0
 
 
 def _add_max_ram(command: Any) -> None:

@@ -55,7 +55,15 @@ def adapter_params(spec: ModelSpec, load: Workload) -> int:
     ...     lora_targets=("q_proj", "v_proj")))
     4194304
     """
-    return with_adapters(spec, load).trainable_params
+    found = 0
+    for tensor in spec.tensors:
+        rank = _rank(tensor, load)
+        if rank and tensor.is_expert:
+            found += rank * tensor.shape[0] * (tensor.shape[1] + tensor.shape[2])
+        elif rank:
+            found += rank * (tensor.shape[0] + tensor.shape[1])
+    # Where there is nothing, the tensors say why.
+    return found or with_adapters(spec, load).trainable_params
 
 
 def _adapted(tensor: TensorSpec, load: Workload) -> Iterator[TensorSpec]:

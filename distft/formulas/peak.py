@@ -277,7 +277,11 @@ def _states(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
     else:
         phases = ("forward", "loss", "backward", "step") if run.accumulates else ()
         phases = phases or ("backward", "step")
-        yield "gradients", "gradients", phases, held.gradient * of_stage[2], host
+        # DeepSpeed's stage 1 too has its partition of gradients, beside whole ones in backward.
+        stage = 1 if layout.engine == "deepspeed" else 2
+        yield "gradients", "gradients", phases, held.gradient * of_stage[stage], host
+        if layout.engine == "deepspeed" and layout.stage == 1:
+            yield "whole gradients", "buffer", ("backward",), held.gradient * trained, False
     moments = held.optimizer * of_stage[1]
     yield "optimizer", "optimizer", ALWAYS, moments, bool(run.offload) or run.paged
     if not run.in_backward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Protocol
 
 from distft.formulas._numbers import choice, exact, whole
@@ -160,7 +161,7 @@ class MemoryReport:
         """Bytes of model state on the heaviest rank."""
         return max(self.per_rank)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Bytes of live tensors in the fullest phase on the heaviest rank: torch's "allocated"."""
         return max(self.phase_bytes(phase) for phase in PHASES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distft.formulas._numbers import amount, whole
 from distft.formulas.peak import Run
@@ -23,6 +23,10 @@ LAUNCH = {"eager": 1.3e-3, "compiled": 0.4e-3, "fused": 0.25e-3}
 # Share of what runs beside the gathers of `fully_shard` that hides them; DDP's buckets overlap
 # with the backward pass, DeepSpeed's stages 1 and 2 reduce after it on one stream.
 HIDDEN = {"native": 0.9, "whole": 0.9, "deepspeed": 0.0, "fsdp1": 0.9, "sequential": 0.0}
+# Bytes of a bucket of DistributedDataParallel (its default of 25 MiB).
+DDP_BUCKET = 25 * 2**20
+# Seconds in which DeepSpeed's stage 3 fetches and frees the parameters of one block, each pass.
+HOOKS = 0.3e-3
 # What adapters on all linear layers add to their time: small products, dropout, launches.
 ADAPTERS = 1.2
 # Share of its memory's speed that a GPU reaches in kernels that unpack 4 and 8 bit weights.
@@ -61,6 +65,7 @@ class Wires:
         ep: Exchanges over `ep`.
         pp: Sends between pipeline stages.
         host: Copies between host and device.
+        start: Seconds until a collective over `dp_shard` begins to move bytes.
     """
 
     shard: float = 400e9
@@ -69,6 +74,7 @@ class Wires:
     ep: float = 300e9
     pp: float = 50e9
     host: float = 25e9
+    start: float = 20e-6
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,17 @@ class StepTime:
     def tokens_per_second(self) -> float:
         """Tokens of one second on one GPU."""
         return self.tokens / self.seconds
+
+    def scaled(self, factor: float) -> StepTime:
+        """Return the time with all seconds times a factor, as a measured run calibrates it."""
+        return replace(
+            self,
+            compute=factor * self.compute,
+            exposed=factor * self.exposed,
+            communication=factor * self.communication,
+            bubble=factor * self.bubble,
+            update=factor * self.update,
+        )
 
     def mfu(self, chip: Chip) -> float:
         """Share of the GPU's peak that the model's FLOPs are (Chowdhery et al. 2022, PaLM)."""
@@ -149,8 +166,11 @@ def step_time(
     tokens = run.rows * seq_len / layout.cp
     arithmetic, flops = _arithmetic(run, chip, tokens, seq_len, precision)
     passes = _passes(run)
-    launches = LAUNCH[run.kept.kernels] * passes * run.shape.layers / layout.pp
+    blocks = passes * run.shape.layers / layout.pp
+    launches = LAUNCH[run.kept.kernels] * blocks
     compute = max(arithmetic, launches)
+    if layout.engine == "deepspeed" and layout.stage == 3:
+        compute += HOOKS * blocks
     sums = _tensor_sums(run, wires, tokens)
     exposed_sums = sums * (0.3 if asynchronous else 1.0)
     exchange = _exchange(run, wires, tokens)
@@ -267,20 +287,23 @@ def _gathers(run: Run, wires: Wires) -> tuple[float, float]:
     weights = local * (held.gathered if run.adapters is None else frozen)
     trained = local if run.adapters is None else run.adapters / layout.tp / layout.pp
     gradients = trained * held.reduced
+    # A collective for each block and each of its three passes, or for each bucket of DDP.
+    starts = wires.start if layout.shards > 1 else 0.0
+    blocks = 3 * starts * (shape.layers / layout.pp + 1)
     copies = (layout.dp_replicate - 1) / layout.dp_replicate
     over_copies = 2 * copies * gradients / wires.replicate
     if layout.stage == 3 and layout.engine == "whole":
         return 0.0, ring * (weights + gradients) / wires.shard + over_copies / layout.shards
     if layout.stage == 3:
-        per_micro = ring * (2 * weights + gradients) / wires.shard
+        per_micro = ring * (2 * weights + gradients) / wires.shard + blocks
         return per_micro, over_copies / layout.shards
     if layout.stage == 0:
-        return 0.0, 2 * ring * gradients / wires.shard + over_copies
+        buckets = starts * gradients / DDP_BUCKET
+        return 0.0, 2 * ring * gradients / wires.shard + buckets + over_copies
     moved = ring * gradients / wires.shard
     gathered = ring * (trained * held.gathered) / wires.shard
     if layout.stage == 1:
-        # Gradients are summed to all ranks once, then weights are gathered.
-        return 0.0, 2 * moved + gathered + over_copies
+        return 0.0, moved + gathered + over_copies
     return moved, gathered + over_copies
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from distft.formulas.peak import Layout
 from distft.formulas.speed import Chip, Wires
 from distft.topology import Cluster, Gpu
+from distft.topology.bandwidth import group_alpha
 
 # Share of the peak that wide matrix products of a training step reach, and that attention does,
 # both by generation: fitted to llm-foundry's tables (A100, H100) and to NVIDIA's (Blackwell).
@@ -67,4 +68,5 @@ def wires_of(cluster: Cluster, layout: Layout) -> Wires:
         pp=speed("send", 2, stages) if layout.pp > 1 else float("inf"),
         # What a copy reaches of the slot's wire speed.
         host=0.8 * slot,
+        start=group_alpha(cluster, "all_gather", shards, inner) if shards > 1 else 0.0,
     )

@@ -12,7 +12,7 @@ from distft.formulas.speed import Chip, Wires, step_time
 from distft.formulas.working import Kept
 
 H100 = Chip(989e12, 3.35e12, 0.5, 0.27)
-NVLINK, PCIE = Wires(shard=370e9), Wires(shard=35e9)
+NVLINK, PCIE = Wires(shard=370e9, start=0), Wires(shard=35e9, start=0)
 
 
 def run_of(name: str, layout: Layout, rows: int = 1, seq_len: int = 2048) -> Run:
