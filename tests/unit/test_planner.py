@@ -220,9 +220,10 @@ def test_30_layouts_of_a_70b_are_planned_in_50_ms():
     plan(spec, load, cluster)
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        # Of the processor: other tests may run beside this one.
+        start = time.process_time()
         found = plan(spec, load, cluster)
-        seconds.append((time.perf_counter() - start) * 30 / len(found.options))
+        seconds.append((time.process_time() - start) * 30 / len(found.options))
     assert min(seconds) < 0.05
 
 
