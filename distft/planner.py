@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distft.formulas._numbers import choice, whole
 from distft.formulas.reports import table
@@ -18,6 +18,9 @@ from distft.planning.options import Option, Setting
 from distft.planning.reasons import reasons
 from distft.spec import ModelSpec, Workload
 from distft.topology import Cluster
+
+if TYPE_CHECKING:
+    from distft.interop import Recipe
 
 GIB = 2**30
 # Speeds closer than this are a tie, which the plainer strategy wins.
@@ -150,6 +153,22 @@ class Plan:
 
         return draw(self, Path(path))
 
+    def export(self, path: str | Path, option: Option | None = None) -> Path:
+        """Write an option for another tool, which `distft.interop.read` reads back.
+
+        Args:
+            path: File to write: "accelerate.yaml", "deepspeed.json", "launch.sh",
+                "parallelism_config.json" (accelerate's class) or "distributed_config.json"
+                (transformers').
+            option: The option; default the best.
+
+        Raises:
+            ValueError: The name is none of these, or the tool has no such strategy.
+        """
+        from distft.interop import write
+
+        return write(recipe_of(option or self.best), Path(path))
+
     def calibrate(self, measured: Mapping[str, Mapping[str, float]]) -> Plan:
         """Return the plan with its factors fitted to one or two measured runs.
 
@@ -227,6 +246,32 @@ def plan(
     )
 
 
+def recipe_of(option: Option) -> Recipe:
+    """Return an option as plain values: the strategy, its ranks and its load.
+
+    Collective: none.
+    """
+    from distft.interop import Recipe
+
+    setting, candidate = option.setting, option.candidate
+    policies = {
+        "precision": (setting.precision, "fp32"),
+        "activation_checkpointing": (setting.checkpointing, False),
+        "compile": ("block" if setting.compile else None, None),
+        "offload": (setting.offload or None, None),
+    }
+    chosen = {key: value for key, (value, default) in policies.items() if value != default}
+    names = {"NDParallel": "nd"}
+    return Recipe(
+        names.get(candidate.name, candidate.name.lower()),
+        {**dict(candidate.fields), **chosen},
+        setting.num_ranks,
+        max(1, -(-setting.num_ranks // setting.cluster.gpus_per_node)),
+        setting.load.micro_batch,
+        setting.load.grad_accum,
+    )
+
+
 def _check(spec: ModelSpec, cluster: Cluster, ranks: int) -> None:
     if spec.shape is None:
         raise ValueError(
@@ -249,7 +294,8 @@ def _ranked(setting: Setting) -> Plan:
     found = [
         Option(candidate, setting)
         for candidate in candidates(setting.shape, setting.cluster, setting.num_ranks)
-        if not setting.offload or _can_offload(candidate.offload, setting.offload)
+        if not setting.offload
+        or _can_offload(candidate.offload(setting.precision), setting.offload)
     ]
     if not found:
         raise ValueError(

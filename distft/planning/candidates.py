@@ -51,9 +51,11 @@ class Candidate:
         """Short name for tables."""
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.fields)])
 
-    @property
-    def offload(self) -> str:
+    def offload(self, precision: str) -> str:
         """What the strategy can hold on the host: "params", "optimizer", or "" for nothing."""
+        if self.layout.engine == "deepspeed" and precision == "bf16":
+            # DeepSpeed's host optimizer takes no moments in bf16.
+            return ""
         return _OFFLOADS.get(self.name, "")
 
     def on_more(self, times: int) -> Candidate:

@@ -311,9 +311,10 @@ def changes(
         yield 3, _joined([*parts, f"micro_batch={rows}"]), candidate, least
     if load.micro_batch > 1:
         parts.append("micro_batch=1")
-    if candidate.offload and not setting.offload:
-        offloaded = replace(least, offload=candidate.offload)
-        yield 4, _joined([*parts, f'offload="{candidate.offload}"']), candidate, offloaded
+    offload = candidate.offload(setting.precision)
+    if offload and not setting.offload:
+        offloaded = replace(least, offload=offload)
+        yield 4, _joined([*parts, f'offload="{offload}"']), candidate, offloaded
     for place, (tuning, what) in enumerate((("lora", "LoRA"), ("qlora", "QLoRA"))):
         if _TUNINGS.index(tuning) > _TUNINGS.index(load.tuning):
             adapted = replace(least.load, tuning=tuning)
