@@ -15,11 +15,11 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import machine
+from planner_held_out import PARTS, Point, held_out, refitted_peaks, refitted_speeds
 from planner_models import Row, Unmapped, capacity_bytes, gpu_of, measured_bytes, readable
 from planner_rows import Mapped, is_stated, mapped
 
@@ -45,21 +45,6 @@ MACHINES = {
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Point:
-    """One comparison."""
-
-    row: Row
-    predicted: float
-    measured: float
-    fits: bool | None = None
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted / self.measured - 1
-
-
 def main() -> int:
     """Print the comparison and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,6 +64,7 @@ def main() -> int:
     _print_points("Throughput, tokens/s of a GPU or rows/s of a run", speeds, 1)
     _print_sources("Peak memory", peaks)
     _print_sources("Throughput", speeds)
+    _print_held_out(peaks, speeds)
     _print_unmapped("peaks", unmapped)
     _print_unmapped("speeds", unmapped_speeds)
     print(json.dumps(_summary(peaks, speeds, unmapped)))
@@ -203,6 +189,22 @@ def _print_sources(title: str, points: Sequence[Point]) -> None:
             f"| {100 * statistics.mean(errors):+.1f} % | {100 * max(errors, key=abs):+.1f} % "
             f"| {f'{rank_correlation(members):.3f}' if len(members) >= 5 else ''} |"
         )
+    print()
+
+
+def _print_held_out(peaks: Sequence[Point], speeds: Sequence[Point]) -> None:
+    print(f"## Held out: a part of {PARTS} of the sources, fitted on the others", "")
+    print("| what | points | median error | within 20 % |\n|---|---|---|---|")
+    for what, points, fit in (
+        ("peaks", peaks, refitted_peaks),
+        ("speeds", speeds, refitted_speeds),
+    ):
+        errors = [abs(point.error) for point in held_out(points, fit)]
+        if errors:
+            print(
+                f"| {what} | {len(errors)} | {100 * statistics.median(errors):.1f} % "
+                f"| {100 * statistics.mean(error <= 0.2 for error in errors):.0f} % |"
+            )
     print()
 
 

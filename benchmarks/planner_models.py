@@ -62,7 +62,9 @@ def shape_of(row: Row, models: Mapping[str, Any]) -> Shape:
     for known, numbers in models.items():
         if _key(known) == _key(name) and {"hidden", "layers", "vocab"} <= set(numbers):
             return _from_table(numbers)
-    spelled = SPELLINGS.get(_key(name), name)
+    # Variants of a model for code or pictures have the same decoder.
+    plain = re.sub(r"[- ](coder|vl|math|audio)(?=\b)", "", name, flags=re.IGNORECASE)
+    spelled = SPELLINGS.get(_key(plain), plain)
     try:
         shape = ModelSpec.from_config(preset(spelled)).shape
     except ValueError:
@@ -105,8 +107,9 @@ def _from_table(numbers: Mapping[str, Any]) -> Shape:
 
 def _like_llama(row: Row) -> Shape:
     """Return a dense model of Llama's proportions with as many parameters as the row says."""
-    billions = row.get("params_b")
     name = str(row.get("model", "")).lower()
+    said = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)b\b", name)
+    billions = row.get("params_b") or (float(said[1]) if said else None)
     if not isinstance(billions, (int, float)) or isinstance(billions, bool) or billions <= 0:
         raise Unmapped(f"the architecture of {row.get('model')!r} is not known")
     if re.search(r"moe|a\d+b|x\d+b|oss|deepseek|kimi|glm", name):

@@ -111,6 +111,15 @@ PRESETS: Mapping[str, Config] = {
     "Qwen-7B": _dense("qwen2", 32, 4096, 32, 32, 11008, 151936),
     "Qwen-14B": _dense("qwen2", 40, 5120, 40, 40, 13696, 152064),
     "Qwen-72B": _dense("qwen2", 80, 8192, 64, 64, 24576, 152064),
+    "Qwen1.5-0.5B": _dense("qwen2", 24, 1024, 16, 16, 2816, 151936, **_TIED),
+    "Qwen1.5-1.8B": _dense("qwen2", 24, 2048, 16, 16, 5504, 151936),
+    "Qwen1.5-4B": _dense("qwen2", 40, 2560, 20, 20, 6912, 151936),
+    "Qwen1.5-7B": _dense("qwen2", 32, 4096, 32, 32, 11008, 151936),
+    "Qwen1.5-14B": _dense("qwen2", 40, 5120, 40, 40, 13696, 152064),
+    "Qwen2-0.5B": _dense("qwen2", 24, 896, 14, 2, 4864, 151936, **_TIED),
+    "Qwen2-1.5B": _dense("qwen2", 28, 1536, 12, 2, 8960, 151936, **_TIED),
+    "Qwen2-7B": _dense("qwen2", 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2-72B": _dense("qwen2", 80, 8192, 64, 8, 29568, 152064),
     "Qwen2.5-0.5B": _dense("qwen2", 24, 896, 14, 2, 4864, 151936, **_TIED),
     "Qwen2.5-1.5B": _dense("qwen2", 28, 1536, 12, 2, 8960, 151936, **_TIED),
     "Qwen2.5-3B": _dense("qwen2", 36, 2048, 16, 2, 11008, 151936, **_TIED),
@@ -154,6 +163,15 @@ PRESETS: Mapping[str, Config] = {
     "StableLM-7B-alpha": _dense("gpt_neox", 16, 6144, 48, 48, 24576, 50432),
     "Pythia-1B": _dense("gpt_neox", 16, 2048, 8, 8, 8192, 50304),
     "Pythia-6.9B": _dense("gpt_neox", 32, 4096, 32, 32, 16384, 50432),
+    "SmolLM3-3B": {"model_type": "smollm3"},
+    "OLMo-2-7B": _dense("olmo2", 32, 4096, 32, 32, 11008, 100352),
+    "OLMo-2-13B": _dense("olmo2", 40, 5120, 40, 40, 13824, 100352),
+    "StarCoder2-3B": {"model_type": "starcoder2"},
+    "StarCoder2-7B": _dense("starcoder2", 32, 4608, 36, 4, 18432, 49152),
+    "GLM-4-9B": {"model_type": "glm", "intermediate_size": 13696},
+    "GLM-4.7-Flash": {"model_type": "glm4_moe_lite"},
+    "Vicuna-7B": _dense("llama", 32, 4096, 32, 32, 11008, 32000),
+    "Vicuna-13B": _dense("llama", 40, 5120, 40, 40, 13824, 32000),
     "Falcon-7B": {
         "model_type": "falcon",
         "num_hidden_layers": 32,
@@ -184,7 +202,7 @@ PRESETS: Mapping[str, Config] = {
     },
 }
 
-_ENDINGS = re.compile(r"(instruct|chat|base|hf|it|meta|v0\d|\d{4})$")
+_ENDINGS = re.compile(r"(instruct|chat|base|hf|it|meta|v0\d|\d{4}|(?<=[a-z])\d+k)$")
 
 
 def preset(name: str) -> Config:

@@ -39,6 +39,7 @@ def with_working_memory(
             for name, kind, phases, size, _ in working_lines(run)
             if size >= 1
         ]
+    lines += _of_engine(strategy, spec, weight, ranks)
     lines += _of_files(spec, weight, ranks)
     return replace(report, lines=tuple(lines))
 
@@ -72,6 +73,24 @@ def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> R
         element=4 if strategy.precision == "fp32" else 2,
         splits_rows=False,
     )
+
+
+def _of_engine(
+    strategy: Strategy, spec: ModelSpec, weight: int, ranks: int
+) -> Iterator[MemoryLine]:
+    """Yield DeepSpeed's buckets: two of gradients, since the next one fills while one is reduced.
+
+    Source: DeepSpeed's configuration, `reduce_bucket_size`, `allgather_bucket_size` and
+    `overlap_comm`, which is on where there are GPUs. A bucket is no larger than what is trained.
+    """
+    for field, name, phase, copies in (
+        ("reduce_bucket_size", "buckets of gradients to reduce", "backward", 2),
+        ("allgather_bucket_size", "bucket of weights to gather", "step", 1),
+    ):
+        elements = getattr(strategy, field, 0)
+        size = copies * weight * min(elements, spec.trainable_params)
+        if size and ranks > 1:
+            yield MemoryLine(name, "buffer", (phase,), (size,) * ranks)
 
 
 def _of_files(spec: ModelSpec, weight: int, ranks: int) -> Iterator[MemoryLine]:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distft import DDP, FSDP2, TP, ModelSpec, Workload
+from distft import DDP, FSDP2, TP, ModelSpec, Workload, ZeRO2
 from distft.testing import tiny_config
 
 WIDE = {
@@ -110,6 +110,15 @@ def test_files_are_read_a_tensor_at_a_time_and_consolidated_within_2_gb_of_the_h
     host = {line.name: line.num_bytes for line in report.lines if line.on_host}
     assert host["largest tensor of the files, read or written"] == 2 * 128_256 * 4096
     assert host["buffers of consolidate"] == 2_000_000_000
+
+
+def test_zero_holds_two_buckets_of_gradients_and_none_larger_than_the_model():
+    def buckets(name: str, **fields: Any) -> int:
+        report = ZeRO2(**fields).memory(ModelSpec.from_config(name), LOAD, world_size=2)
+        return next(x.num_bytes for x in report.lines if x.name.startswith("buckets of"))
+
+    assert buckets("Llama-3.1-8B", precision="bf16-mixed") == 2 * 2 * 500_000_000
+    assert buckets("GPT-2") == 2 * 4 * ModelSpec.from_config("GPT-2").total_params
 
 
 def test_a_model_without_known_widths_has_no_activations_and_the_report_says_so():
