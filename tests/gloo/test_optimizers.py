@@ -104,9 +104,9 @@ MATRIX = [
     for name in ALL
     for strategy in STRATEGIES
 ]
-# Ranks that save and ranks that load, 3 and 2 if not here. In this version a ZeRO checkpoint
-# resumes on the number that wrote it; two replicas of two parts each go on as two of one.
-RANKS = {"zero1": (3, 3), "zero2": (3, 3), "zero3": (3, 3), "hsdp": (4, 2)}
+# Ranks that save and ranks that load, 3 and 2 if not here: where they differ, ZeRO's own engine
+# does not read the files. Two replicas of two parts each go on as two of one.
+RANKS = {"hsdp": (4, 2)}
 HALF, STEPS = 3, 6
 
 

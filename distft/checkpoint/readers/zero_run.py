@@ -112,9 +112,17 @@ class ZeroRun:
                     steps.update(dict.fromkeys(names[number], float(counts[0])))
                 continue
             vectors = [[rank["state"][number][key] for number in numbers] for rank in inner]
-            if all(isinstance(part, StoredTensor) for part in vectors[0]):
-                for name, tensor in self._tensors(trained, vectors, key).items():
-                    moments.setdefault(name, {})[key] = tensor
+            if not all(isinstance(part, StoredTensor) for part in vectors[0]):
+                continue
+            if all(part.shape == () for part in vectors[0]):
+                # NAdam's mu_product: a number of a whole vector, the same on every rank.
+                for number, part in zip(numbers, vectors[0], strict=True):
+                    one = Slice(FlatVector.of([part]), 0, 1)
+                    for name in names[number]:
+                        moments.setdefault(name, {})[key] = LogicalTensor(name, (), part.dtype, one)
+                continue
+            for name, tensor in self._tensors(trained, vectors, key).items():
+                moments.setdefault(name, {})[key] = tensor
         found = [
             ParamGroup(
                 plain_values(root, {k: v for k, v in g.items() if k not in _NOT_SETTINGS}),
