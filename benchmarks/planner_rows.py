@@ -137,6 +137,12 @@ def is_stated(row: Row) -> bool:
     return all(row.get(key) is not None for key in ("mbs", "seq", "n_gpus"))
 
 
+def with_assumed_sizes(row: Row) -> Row:
+    """Return a row with 1 row, 4,096 tokens and 1 GPU where it does not say."""
+    assumed = {"mbs": 1, "seq": 4096, "n_gpus": 1}
+    return {**row, **{key: value for key, value in assumed.items() if row.get(key) is None}}
+
+
 def mapped(row: Row, models: Mapping[str, Any]) -> Mapped:
     """Return the run that a row describes.
 
@@ -155,8 +161,6 @@ def _mapped(row: Row, models: Mapping[str, Any]) -> Mapped:
     shape = shape_of(row, models)
     layout = layout_of(row, framework, full)
     rows, seq_len = _count(row, "mbs"), _count(row, "seq")
-    if "see file" in str(row.get("gc")) and "not stated" in str(row.get("dtype")):
-        raise Unmapped("neither activation checkpointing nor the dtype of states is stated")
     accumulated = _accumulated(row, layout, rows)
     run = Run(
         shape,
@@ -278,7 +282,8 @@ def _checkpointing(row: Row, framework: str, tuning: str, words: str) -> str:
     said = str(row.get("gc") or "").lower()
     if _cell(row, "Gradient Checkpointing") == "✘":
         return "none"
-    if "selective" in said:
+    if "selective" in said or (framework == "torchtitan" and "see file" in said):
+        # Where a source does not say, torchtitan's default.
         return "selective"
     if "full" in said or "ac+" in words:
         return "full"

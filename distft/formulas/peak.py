@@ -357,6 +357,13 @@ def working_lines(run: Run, is_first: bool = True, is_last: bool = True) -> Iter
     around = unsplit * norm_copies(shape, run.kept)
     per_rank = _split(per_layer, around if run.checkpointing == "none" else unsplit, layout.tp)
     again = _split(whole_layer, around, layout.tp) - per_rank
+    # Where ranks share rows, what enters attention, the feed-forward layer and the head is gathered
+    # and kept whole; Megatron's kernels gather it again.
+    gathered = 0.0
+    if run.splits_rows and layout.tp > 1 and run.kept.kernels != "fused":
+        gathered = 1 - 1 / layout.tp
+        again += 2 * gathered
+        per_rank += 2 * gathered if run.checkpointing == "none" else 0.0
     in_flight = max(run.num_in_flight, 1) if is_first else 1
     scores = 0
     if not run.flash:
@@ -372,6 +379,8 @@ def working_lines(run: Run, is_first: bool = True, is_last: bool = True) -> Iter
     if is_last and shape.vocab:
         parts = layout.tp if run.splits_rows else 1
         logits = logit_bytes(run.tokens, shape.vocab, run.loss, parts, run.element)
+        # And their gradient, for the head.
+        logits += round(2 * gathered * copy)
         yield "logits and loss", "logits", ("loss",), logits, False
         if run.mixed_tokens:
             cached = logit_bytes(run.mixed_tokens, shape.vocab, run.loss, parts, run.element)
