@@ -253,6 +253,8 @@ class Collective:
         payload_bytes: Bytes of the full buffers of these calls.
         ranks: Ranks in the group.
         what: What is moved, in words.
+        link: Slowest link that it needs on a machine; empty where none was given.
+        seconds: Seconds of all calls of one period on that machine.
     """
 
     op: str
@@ -262,6 +264,8 @@ class Collective:
     payload_bytes: int
     ranks: int
     what: str = ""
+    link: str = ""
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         choice("per", self.per, PERIODS)
@@ -310,6 +314,22 @@ class TrafficReport:
         """Bytes that one rank sends per optimizer step in this implementation."""
         return exact(sum((self._per_step(each) for each in self.collectives), Fraction(0)))
 
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Seconds of all collectives of a step, nothing hidden; None without a machine."""
+        timed = [each for each in self.collectives if each.seconds is not None]
+        if not timed:
+            return None
+        return sum(self._times(each) * (each.seconds or 0.0) for each in timed)
+
+    def seconds_by_link(self) -> dict[str, float]:
+        """Return the seconds of a step by link class, without a machine none."""
+        found: dict[str, float] = {}
+        for each in self.collectives:
+            if each.seconds is not None:
+                found[each.link] = found.get(each.link, 0.0) + self._times(each) * each.seconds
+        return found
+
     def payload_per_step(self) -> dict[tuple[str, int], int]:
         """Return the bytes of full buffers per step, by op and number of ranks."""
         totals: dict[tuple[str, int], int] = {}
@@ -340,7 +360,14 @@ class TrafficReport:
             (each.op, each.axis, str(each.ranks), each.per, each.what, _grouped(each.num_bytes))
             for each in self.collectives
         ]
-        head = ("collective", "axis", "ranks", "per", "moves", "bytes sent by a rank")
+        head: tuple[str, ...] = ("collective", "axis", "ranks", "per", "moves")
+        head = (*head, "bytes sent by a rank")
+        if self.seconds_per_step is not None:
+            head = (*head, "link", "s")
+            rows = [
+                (*row, each.link, "" if each.seconds is None else f"{each.seconds:.4f}")
+                for row, each in zip(rows, self.collectives, strict=True)
+            ]
         disk = _grouped(self.disk_bytes_per_step)
         return "\n".join(
             (

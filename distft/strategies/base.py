@@ -32,6 +32,7 @@ from distft.strategies.guards import (
     mark_applied,
 )
 from distft.strategies.hooks import StrategyHooks
+from distft.strategies.links import on_links
 from distft.strategies.out_of_memory import explained, remember_optimizer
 from distft.strategies.precision import cast_parameters, compute_kept_in_fp32
 from distft.strategies.working import with_working_memory
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from distft.checkpoint.pending import PendingSave
     from distft.formulas import MemoryReport, TrafficReport
     from distft.spec import ModelSpec, Workload
+    from distft.topology import Cluster
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 
@@ -729,8 +731,17 @@ class Strategy(StrategyHooks):
         load.check_covered()
         return self._memory(with_adapters(spec, load), load, self.mesh(world_size))
 
-    def traffic(self, spec: ModelSpec, load: Workload, *, world_size: int) -> TrafficReport:
+    def traffic(
+        self,
+        spec: ModelSpec,
+        load: Workload,
+        *,
+        world_size: int,
+        cluster: Cluster | None = None,
+    ) -> TrafficReport:
         """Return the bytes that one rank puts on the wire, by collective.
+
+        With a `cluster` also the class of the slowest link of each, and its seconds there.
 
         Assumes one parameter group and one bound for the whole gradient. Where groups have bounds
         of their own, each group beyond the first adds a norm: one more all_reduce of 4 bytes a
@@ -742,4 +753,6 @@ class Strategy(StrategyHooks):
         Collective: none.
         """
         load.check_covered()
-        return self._traffic(with_adapters(spec, load), load, self.mesh(world_size))
+        mesh = self.mesh(world_size)
+        report = self._traffic(with_adapters(spec, load), load, mesh)
+        return report if cluster is None else on_links(report, mesh, cluster)
