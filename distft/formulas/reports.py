@@ -356,7 +356,7 @@ class TrafficReport:
 
     def __str__(self) -> str:
         """Table of the collectives."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (each.op, each.axis, str(each.ranks), each.per, each.what, _grouped(each.num_bytes))
             for each in self.collectives
         ]
