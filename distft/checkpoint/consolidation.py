@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from distft.checkpoint.adapters import find_adapter
 from distft.checkpoint.beside import copy_beside
 from distft.checkpoint.casts import CASTABLE
-from distft.checkpoint.layouts import AS_IT_IS, Layout
+from distft.checkpoint.config_shapes import unlike_config
+from distft.checkpoint.copy import check_disk
+from distft.checkpoint.layouts import AS_IT_IS, Layout, known_layout
 from distft.checkpoint.memory import parse_bytes
 from distft.checkpoint.merge_plan import Merge
 from distft.checkpoint.merging import split_outputs, write_sums
@@ -19,10 +21,11 @@ from distft.checkpoint.model_source import ModelSource, check_adapter_choice
 from distft.checkpoint.publish import (
     CONFIG,
     Rename,
+    bytes_in,
     check_whole,
     config_with_dtype,
-    known_layout,
     publish,
+    renamed,
 )
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.safetensors_reader import INDEX, SINGLE
@@ -104,17 +107,22 @@ def consolidate(
     )
     found = read_map(Path(path))
     out = Path(out).absolute()
-    check_target(out, found.root)
+    check_target(out, Path(path) if Path(path).is_file() else found.root)
     held = find_adapter(found)
     choices = get_args(AdapterChoice)
     check_adapter_choice(found.root, held, adapter, choices, exclude_frozen, base)
     source = None
     if held is None or not (exclude_frozen or adapter == "only"):
         source = ModelSource.of(found, held, base, config, adapter == "merge")
-        check_target(out, source.found.root, "the base")
+        if base is not None and not Path(base).is_file():
+            check_target(out, source.found.root, "the base")
     with written_whole(out, _names_weights, _earlier_model) as made:
         if held is not None and adapter != "merge":
             into = made / ADAPTER if adapter == "keep" else made
+            if source is not None:
+                # Both have to fit before the first is written.
+                every = (*held.tensors.values(), *source.found.tensors.values())
+                check_disk(out, bytes_in(every, source.dtypes(asked)[0]))
             write_adapter(held, into, asked, limits.ram, limits.advance)
         if source is not None:
             _write_model(made, source, asked, limits, exclude_frozen, rename)
@@ -143,6 +151,8 @@ def _write_model(
 ) -> None:
     tensors = source.tensors(exclude_frozen)
     check_whole(replace(source.found, tensors=tensors, optimizer=None))
+    if not exclude_frozen:
+        _check_against_config(source, tensors, rename)
     # A part of a model has no layout: its names stay those in memory.
     layout, model = known_layout(None if exclude_frozen else source.config), None
     if layout is None:
@@ -200,6 +210,23 @@ def _stream(
         write_sums(root, made, summed, merge, limits.advance)
     if config is not None:
         _write_config(made, config, said)
+
+
+def _check_against_config(
+    source: ModelSource, tensors: Mapping[str, LogicalTensor], rename: Rename | None
+) -> None:
+    """Refuse a model that has not what its config asks for, which would load as random values."""
+    as_published = source.found.format in ("safetensors", "state_dict")
+    if as_published and known_layout(source.config) is None:
+        # Families may have other names on disk than in memory.
+        return
+    shapes = {renamed(name, rename): tensor.shape for name, tensor in tensors.items()}
+    wrong = list(unlike_config(shapes, source.config or {}))
+    if wrong:
+        raise ValueError(
+            f"{source.found.root} is another model than its config says, in {len(wrong)} places: "
+            f"{'; '.join(wrong[:3])}. Pass config=, that of this model, or use another checkpoint."
+        )
 
 
 def _write_whole(

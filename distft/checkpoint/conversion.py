@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distft.checkpoint.beside import copy_beside
 from distft.checkpoint.consolidation import consolidate
 from distft.checkpoint.memory import parse_bytes
-from distft.checkpoint.publish import CONFIG, check_whole
+from distft.checkpoint.publish import CONFIG, check_no_placeholders, check_whole
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.resharding import MODEL, OPTIMIZER, Source
 from distft.checkpoint.shards import LogicalTensor, ShardMap
@@ -94,9 +94,10 @@ def convert(
     limit = parse_bytes("max_ram", max_ram)
     source = Source(read_map(path), None) if format == "dcp" else Source.read(path)
     found, out = source.found, Path(out).absolute()
-    check_target(out, found.root)
+    check_target(out, Path(path) if Path(path).is_file() else found.root)
     check_new(out)
     check_whole(found)
+    check_no_placeholders(found)
     with written_whole(out, lambda member: member.name.startswith("latest"), lambda _: []) as made:
         plan, names = _plan(source, format, world_size)
         plan.write(found.root, made, limit, advance or (lambda _: None))

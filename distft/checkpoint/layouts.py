@@ -109,6 +109,17 @@ PUBLISHED_AS = {
     "Qwen3MoeForCausalLM": QWEN_MOE,
 }
 
+
+def known_layout(config: Mapping[str, Any] | None) -> Layout | None:
+    """Return how the model of a config is published, or None where transformers has to say.
+
+    Collective: none.
+    """
+    if config is None:
+        return AS_IT_IS
+    return PUBLISHED_AS.get((config.get("architectures") or [""])[0])
+
+
 # Those whose fused experts have inputs as rows; the tests ask transformers.
 _TRANSPOSED = ("GptOssForCausalLM",)
 

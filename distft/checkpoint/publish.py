@@ -13,8 +13,8 @@ import numpy as np
 
 from distft.checkpoint.casts import CASTABLE
 from distft.checkpoint.copy import BUFFER_BYTES
-from distft.checkpoint.layouts import AS_IT_IS, PUBLISHED_AS, Layout
-from distft.checkpoint.shards import LogicalTensor, ShardMap
+from distft.checkpoint.layouts import Layout
+from distft.checkpoint.shards import ITEM_BYTES, LogicalTensor, ShardMap
 from distft.checkpoint.stream import Stream
 from distft.checkpoint.writers.safetensors import Published
 
@@ -53,14 +53,17 @@ def read_config(folder: Path, config: Any = None) -> dict[str, Any] | None:
         raise ValueError(f"{file} is no JSON object: {error}. Mend it, or pass config=.") from error
 
 
-def known_layout(config: Mapping[str, Any] | None) -> Layout | None:
-    """Return how the model of a config is published, or None where transformers has to say.
+def bytes_in(tensors: Iterable[LogicalTensor], dtype: str | None) -> int:
+    """Return the bytes of tensors with floating ones in a dtype, or each in its own for None.
 
     Collective: none.
     """
-    if config is None:
-        return AS_IT_IS
-    return PUBLISHED_AS.get((config.get("architectures") or [""])[0])
+    return sum(
+        tensor.num_elements * ITEM_BYTES[dtype]
+        if dtype is not None and tensor.dtype in CASTABLE
+        else tensor.num_bytes
+        for tensor in tensors
+    )
 
 
 def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def publish(
             )
         start = 0
         for published, shape in layout.pieces(name, tensor.shape):
-            made.append(Published(_renamed(published, rename), shape, target, tensor, start))
+            made.append(Published(renamed(published, rename), shape, target, tensor, start))
             start += math.prod(shape)
         if start != tensor.num_elements:
             raise ValueError(
@@ -134,7 +137,11 @@ def publish(
     return made
 
 
-def _renamed(name: str, rename: Rename | None) -> str:
+def renamed(name: str, rename: Rename | None) -> str:
+    """Return what a name becomes.
+
+    Collective: none.
+    """
     if rename is None:
         return name
     if not isinstance(rename, Mapping):
@@ -200,6 +207,24 @@ def same_values(root: Path, one: LogicalTensor, other_root: Path, other: Logical
     with Stream(root, BUFFER_BYTES) as left, Stream(other_root, BUFFER_BYTES) as right:
         pairs = zip(left.windows(one, one.dtype), right.windows(other, other.dtype), strict=True)
         return all(np.array_equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def check_no_placeholders(found: ShardMap) -> None:
+    """Refuse a checkpoint of a tool that leaves a rank's placeholders in the place of weights.
+
+    Raises:
+        ValueError: A tensor has no element.
+
+    Collective: none.
+    """
+    empty = [name for name, tensor in found.tensors.items() if tensor.num_elements == 0]
+    if empty and found.format != "distft":
+        raise ValueError(
+            f"{len(empty)} of {len(found.tensors)} tensors in {found.root} have no element, "
+            "such as "
+            f"{', '.join(empty[:3])}: one rank's placeholders were saved, not the model. "
+            "Use a checkpoint saved by all ranks."
+        )
 
 
 def check_whole(found: ShardMap) -> None:

@@ -16,6 +16,11 @@ _OPEN = 0o777
 def check_target(out: Path, source: Path, what: str = "the checkpoint") -> None:
     """Refuse a folder to write to that is a file, or that lies in what is read.
 
+    Args:
+        out: The folder.
+        source: What is read; nothing lies in one file.
+        what: What that is, for the error.
+
     Raises:
         ValueError: It is one of these.
 
