@@ -1,0 +1,334 @@
+"""TRL's `SFTTrainer` with a strategy underneath: its arguments, callbacks, loggers, log keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from distft._hf_trainer import StrategyAccelerator
+from distft.checkpoint.folder import is_complete, read_manifest
+from distft.checkpoint.randomness import random_state, set_random_state
+from distft.process_group import group_rank, init, together
+from distft.strategies.base import Strategy
+from distft.trainer_arguments import check_arguments, check_objects, strategy_of
+from distft.trainer_data import LastRound, MaskedRows
+
+# Its types are looser than a strict checker takes.
+_Base: Any = SFTTrainer
+# Where a checkpoint keeps what the training loop needs beside model and optimizer.
+_STATE = "trainer_state"
+
+
+@final
+class Trainer(_Base):  # type: ignore[misc]
+    """Supervised fine-tuning under a strategy.
+
+    Everything that `SFTTrainer` takes, and one argument more. Wrapping, accumulation, the mean over
+    loss tokens, clipping, saving and resuming are the strategy's; data, chat templates, packing,
+    callbacks, loggers and log keys are TRL's. A checkpoint is a folder that `distft.consolidate`,
+    `reshard` and `verify` take, and any strategy resumes it. ``eval_loss`` is the mean over the
+    loss tokens of all rows, each counted once; TRL's is a mean of batches' means.
+
+    Args:
+        model: As `SFTTrainer`, and not distributed yet.
+        args: As `SFTTrainer`.
+        strategy: A strategy or its name; by name it computes as ``args.bf16`` says.
+        optimizers: Refused: pass ``optimizer_cls_and_kwargs``.
+        kwargs: As `SFTTrainer`: train_dataset, eval_dataset, processing_class, peft_config, ...
+
+    Raises:
+        ValueError: Arguments contradict the strategy, or an optimizer was built beforehand.
+
+    Collective: every rank.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        *,
+        strategy: str | Strategy = "ddp",
+        optimizers: tuple[Any, Any] = (None, None),
+        **kwargs: Any,
+    ) -> None:
+        args = SFTConfig() if args is None else args
+        check_arguments(args)
+        check_objects(optimizers, model, kwargs.get("peft_config"))
+        init(seed=args.seed)
+        self.strategy = strategy_of(strategy, args)
+        args.bf16 = self.strategy.precision != "fp32"
+        self._saving_checkpoint = False
+        self._micro_steps = 1
+        self._loaded_randomness: dict[str, Any] | None = None
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        super().__init__(model, args, **kwargs)
+        check_objects((None, None), self.model, None)
+        self._spread()
+
+    # ---- the strategy underneath --------------------------------------------------------------
+
+    def _spread(self) -> None:
+        """Shard the model and build its optimizer, before anything calls it."""
+        optimizer_class, settings = self.optimizer_cls_and_kwargs or (
+            self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        )
+        decayed = set(self.get_decay_parameter_names(self.model))
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [n for n in names if n in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [n for n in names if n not in decayed], "weight_decay": 0.0},
+        ]
+        self.model_wrapped, self.optimizer = self.strategy.apply(
+            self.model,
+            partial(optimizer_class, **settings),
+            [group for group in groups if group["params"]],
+        )
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        # The strategy casts.
+        return {**built, "mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make Accelerate's object and hand its distributed part to the strategy."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = StrategyAccelerator
+        self.accelerator.strategy = self.strategy
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.accelerator.data_seed = seed
+        # It was bound before the class changed.
+        bound: Any = self.gather_function  # type: ignore[has-type]
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = partial(gather, **bound.keywords) if _is_partial(bound) else gather
+
+    def get_tp_size(self) -> int:
+        """Return how many ranks read the same rows."""
+        return self.strategy.mesh().tp
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        found = super()._get_num_items_in_batch(batch_samples, device)
+        # transformers divides by the copies of tp, which the gathering has left out already.
+        copies = self.get_tp_size() if self.args.world_size > 1 else 1
+        return found if found is None else found * copies
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer that was built with the sharded model."""
+        return self.optimizer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return self.model_wrapped
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
+        if self._created_lr_scheduler:  # type: ignore[has-type]
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_scheduler(max_steps, optimizer=self.optimizer)
+        # The scheduler's state is loaded with the optimizer's, so it must be there before.
+        self._load_optimizer_and_scheduler(resume)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model_wrapped, train_dataloader
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        return self.strategy.clip_grad_norm_(self.model_wrapped, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        if grad_norm is not None:
+            return grad_norm
+        return self.strategy.clip_grad_norm_(self.model_wrapped, None)
+
+    @property
+    def current_gradient_accumulation_steps(self) -> float:
+        """Micro-batches of a step that hold rows, over all data ranks and per rank.
+
+        A router's loss, and any loss that is a mean of its batch, is divided by it.
+        """
+        if not self._ends_epoch:
+            return self._micro_steps
+        last, ranks = self._last_round, self.strategy.dp_size
+        return self._micro_steps - 1 + last.num_ranks / ranks
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, number: int) -> None:
+        self._micro_steps = number
+
+    @property
+    def _ends_epoch(self) -> bool:
+        """Whether the step at hand has the last round of the rows."""
+        return self.model.training and bool(self.accelerator.gradient_state.end_of_dataloader)
+
+    @property
+    def _last_round(self) -> LastRound:
+        rows = self.callback_handler.train_dataloader.dataset
+        number = len(rows) if isinstance(rows, MaskedRows) else 0
+        return LastRound(number, self._train_batch_size, self.strategy.dp_size)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return TRL's loss, without what rows bring that only fill the last round."""
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        if not (self._ends_epoch and self.accelerator.sync_gradients):
+            return found
+        last = self._last_round
+        # Each of them was one token.
+        self._total_train_tokens -= last.num_filled
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        loss, *outputs = found if return_outputs else (found,)
+        if self.strategy.dp_rank >= last.num_ranks:
+            # No loss tokens, but a router's loss of its own.
+            loss = loss * 0.0
+        return (loss, *outputs) if return_outputs else loss
+
+    # ---- evaluation -----------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Return what transformers returns, the loss a mean over the loss tokens of all rows."""
+        self._eval_sums.zero_()
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        finally:
+            self.strategy._after_forward(self.model_wrapped)
+        sums = self._eval_sums.to(self.args.device)
+        # One of the ranks that read the same rows brings them.
+        sums *= float(group_rank() % self.get_tp_size() == 0)
+        dist.all_reduce(sums)
+        total, count = sums.tolist()
+        key = f"{metric_key_prefix}_loss"
+        if count and key in output.metrics:
+            output.metrics[key] = total / count
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return loss, logits and labels of a batch, and add its loss to that of all rows."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+        loss, logits, found = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None and labels is not None:
+            count = float((labels[..., 1:] != -100).sum())
+            self._eval_sums += torch.tensor([float(loss) * count if count else 0.0, count])
+        return loss, logits, found
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saving_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving_checkpoint = False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or its adapter, as ``from_pretrained`` reads it.
+
+        Collective: every rank.
+        """
+        out = Path(output_dir or self.args.output_dir)
+        if self._saving_checkpoint:
+            self._save_run(out)
+            return
+        temporary = out / ".distft-model"
+        self.strategy.save(
+            temporary,
+            self.model_wrapped,
+            self.optimizer,
+            step=self.state.global_step,
+            processing_class=self.processing_class,
+        )
+        adapter = "only" if hasattr(self.model, "peft_config") else "keep"
+        try:
+            self.strategy.consolidate(temporary, out, adapter=adapter)
+        finally:
+            with together():
+                if group_rank() == 0:
+                    shutil.rmtree(temporary, ignore_errors=True)
+        with together():
+            if group_rank() == 0 and self.processing_class is not None:
+                self.processing_class.save_pretrained(out)
+
+    def _save_run(self, folder: Path) -> None:
+        """Write a checkpoint; the trainer's state goes with it, so that none is without."""
+        with together():
+            if group_rank() == 0 and folder.is_dir() and not is_complete(folder):
+                shutil.rmtree(folder)
+        self.strategy.save(
+            folder,
+            self.model_wrapped,
+            self.optimizer,
+            step=self.state.global_step,
+            scheduler=self.lr_scheduler,
+            processing_class=self.processing_class,
+            extra={
+                # As text: a loss may be no number of JSON.
+                _STATE: json.dumps(dataclasses.asdict(self.state)),
+                "rows_per_step": self.get_total_train_batch_size(self.args),
+                "num_tokens": self._total_train_tokens,
+            },
+        )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Do nothing: the checkpoint has both."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: the checkpoint has each rank's."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Check that a run can go on from here; its state is loaded once there is a scheduler."""
+        folder = Path(resume_from_checkpoint)
+        manifest = read_manifest(folder)
+        if _STATE not in manifest.extra:
+            raise ValueError(
+                f"{folder} was saved after {manifest.step} steps by something else than "
+                "distft.Trainer, which needs the trainer's state. Load it with strategy.load in a "
+                "loop of your own."
+            )
+        before, now = (
+            manifest.extra["rows_per_step"],
+            self.get_total_train_batch_size(self.args),
+        )
+        if before != now and not self.args.ignore_data_skip:
+            raise ValueError(
+                f"{folder} was trained with {before} rows a step, and this run has {now}, so its "
+                f"steps would not be the same rows. Choose per_device_train_batch_size and "
+                f"gradient_accumulation_steps for {before}, or set ignore_data_skip=True."
+            )
+        # TRL's own count begins at 0 again.
+        self._total_train_tokens = manifest.extra["num_tokens"]
+        with together():
+            state = folder / TRAINER_STATE_NAME
+            if group_rank() == 0 and not state.is_file():
+                # The process ended after the checkpoint was whole and before this file was there.
+                state.write_text(manifest.extra[_STATE])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self.strategy.load(
+            checkpoint, self.model_wrapped, self.optimizer, scheduler=self.lr_scheduler
+        )
+        self._loaded_randomness = random_state()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # It is asked for again after the rows of before were skipped.
+        if checkpoint is not None and self._loaded_randomness is not None:
+            set_random_state(self._loaded_randomness)
+
+    def _load_best_model(self) -> None:
+        self.strategy.load(self.state.best_model_checkpoint, self.model_wrapped, self.optimizer)
+
+
+def _is_partial(bound: Any) -> bool:
+    return isinstance(bound, partial)
