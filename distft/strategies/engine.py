@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -386,7 +386,8 @@ class CapturedFiles:
         for name, content in self.contents.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with HashedFile(folder / name) as file:
-                torch.save(content, file)
+                # All that torch asks of a file is its `write`.
+                torch.save(content, cast("IO[bytes]", file))
                 files[name] = file.described()
         if self.rank == 0:
             self.engine._copy_recovery_script(str(folder))
