@@ -15,6 +15,8 @@ from distft import ModelSpec, Workload, plan
 from distft.planner import Plan
 from distft.planning.candidates import candidates
 from distft.planning.options import Option
+from distft.presets import PRESETS
+from distft.topology import PRESETS as MACHINES
 from distft.topology import Cluster
 
 ALPACA = Workload(micro_batch=8, seq_len=220)
@@ -73,6 +75,24 @@ def test_what_fits_comes_first_and_the_best_is_the_fastest_or_plainer_within_3_p
 def test_a_model_that_fits_one_gpu_with_its_states_is_planned_with_ddp():
     load = Workload(micro_batch=4, seq_len=4096, loss="chunked")
     assert plan("Llama-3.2-1B", load, "8xA100-SXM").best.label == "DDP"
+
+
+def test_a_vision_encoder_of_300m_is_planned_with_ddp():
+    load = Workload(micro_batch=32, seq_len=1370)
+    assert plan("DINOv2-large", load, "4xA100-SXM").best.label == "DDP"
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora", "qlora"])
+def test_a_model_of_every_family_is_planned(tuning):
+    of_family = {config["model_type"]: name for name, config in PRESETS.items()}
+    for name in of_family.values():
+        found = plan(name, Workload(tuning=tuning, grad_accum=2), "8xH100-SXM")
+        assert found.best.label in found.table()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_machine_is_planned_for(machine):
+    assert plan("Llama-3.2-1B", Workload(), machine).best.time.seconds > 0
 
 
 def test_a_misfit_says_what_binds_and_the_smallest_change_that_makes_it_fit():
