@@ -304,3 +304,65 @@ class DyingCapture:
     def write(self, folder: Path) -> Any:
         self.captured.write(folder)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- what a conversion must carry ---------------------------------------------------------------
+
+
+def go_on(strategy: Any, recipe: Recipe, path: Path | None, out: Path, steps: int) -> None:
+    """Start, or load where there is something to load, make some steps, and save."""
+    model, optimizer = recipe.apply(strategy)
+    done = 0 if path is None else strategy.load(path, model, optimizer).step
+    for step in range(done, done + steps):
+        recipe.step(strategy, model, optimizer, step)
+    strategy.save(out, model, optimizer, step=done + steps)
+
+
+def decay(strategy: Any, path: Path, steps: int, load: bool) -> dict[str, Any]:
+    """Make steps whose gradients are zero, mid-warm-up; save at the end, or load at the start."""
+    import torch
+
+    distft.init(seed=3)
+    model = tiny_model("L", seed=77 if load else 0)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [name for name, p in named if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [name for name, p in named if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    factory = partial(torch.optim.AdamW, lr=1e-2)
+    model, optimizer = strategy.apply(model, factory, param_groups=groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + step) / 10)
+    done = 0
+    if load:
+        done = strategy.load(path, model, optimizer, scheduler=scheduler).step
+    rates = []
+    for step in range(done, done + steps):
+        batches = tiny_batches([5] * 4, seed=step)[strategy.dp_rank :: strategy.dp_size]
+        rates.append(optimizer.param_groups[0]["lr"])
+        strategy.train_step(model, optimizer, batches, loss_fn=_nothing)
+        scheduler.step()
+    if not load:
+        strategy.save(path, model, optimizer, step=steps, scheduler=scheduler)
+    return {"weights": strategy.gather_weights(model), "rates": rates}
+
+
+def _nothing(model: Any, batch: Any) -> Any:
+    """Return a loss that all parameters take part in and none changes."""
+    return 0.0 * model(input_ids=batch["input_ids"]).logits.sum()
+
+
+def count_beyond_bf16(strategy: Any, recipe: Recipe, path: Path, load: bool) -> list[Any]:
+    """Save with counters at 300, or load and make two steps; return the counters' kinds."""
+    model, optimizer = recipe.apply(strategy)
+    if load:
+        state = strategy.load(path, model, optimizer)
+    recipe.step(strategy, model, optimizer, 0)
+    if load:
+        recipe.step(strategy, model, optimizer, state.step)
+    else:
+        for held in optimizer.state.values():
+            held["step"].fill_(300)
+        strategy.save(path, model, optimizer, step=300)
+    return sorted(
+        {(str(held["step"].dtype), float(held["step"])) for held in optimizer.state.values()}
+    )

@@ -255,8 +255,10 @@ WAYS = [
 def test_another_number_of_ranks_goes_on_with_the_same_losses(
     stopped, saver, ranks, loader, others
 ):
-    # Case RESUME-02
+    # Cases RESUME-02 and RESH-11
     path, whole = stopped(saver, ranks)
+    for number, step in enumerate(whole[0]["steps"]):
+        assert step[2] == pytest.approx([rate * (1 - number / 20) for rate in (1e-3, 2e-3)])
     resumed = stopped.pools(others).run(resume_course, loader, CHANGED, path, LAST)
     for rank in resumed:
         assert rank["state"].strategy == repr(saver)

@@ -240,6 +240,33 @@ def test_adapters_of_experts_go_on_at_any_mesh_and_merge(pools, tmp_path):
     torch.testing.assert_close(logits_of(merged), live["logits"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", [EXPERTS, EXPERTS[::-1]], ids=["first", "reversed"])
+def test_an_adapter_of_experts_is_the_same_file_whatever_the_degree(pools, tmp_path, order):
+    # Case MLORA-04
+    lora = {"target_parameters": order, "target_modules": []}
+    run, other = LoraRun(lora, "M"), LoraRun(lora, "M", seed=9)
+    live = pools(2).run(train_and_save, EP(ep=2), run, tmp_path / "saved", 2)[0]
+    file = Path("adapter") / "adapter_model.safetensors"
+    first = load_file(tmp_path / "saved" / file)
+    head = "base_model.model.model.layers.0.mlp.experts."
+    # The outer pair changes what comes last in the module, whatever the config names first.
+    assert first[f"{head}base_layer.lora_A.weight"].shape == (2 * 6, 32)
+    assert first[f"{head}lora_A.weight"].shape == (2 * 6, 16)
+    assert all(tensor.abs().max() > 0 for tensor in first.values())
+    logits = logits_on_fresh_base(tmp_path / "saved" / "adapter", run.build())
+    torch.testing.assert_close(logits, live["logits"], rtol=0, atol=1e-5)
+    for strategy, ranks in ((EP(ep=3), 3), (FSDP2(), 2)):
+        again = tmp_path / f"{ranks}"
+        found = pools(ranks).run(load_and_step, strategy, other, tmp_path / "saved", again)[0]
+        assert found["losses"] == pytest.approx(live["losses"], rel=1e-6)
+        second = load_file(again / file)
+        assert set(second) == set(first)
+        assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+    out = distft.consolidate(tmp_path / "saved", tmp_path / "merged", adapter="merge")
+    merged = AutoModelForCausalLM.from_pretrained(out).eval()
+    torch.testing.assert_close(logits_of(merged), live["logits"], rtol=0, atol=1e-5)
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 PACKED = {"model.layers.*.mlp.gate_proj": "packed_colwise"}
