@@ -33,8 +33,8 @@ class Finished:
 
     Attributes:
         files: Size and checksum of what it wrote last.
-        ranges: Of each tensor the parts: file in the folder of the state, first byte, number of
-            bytes, and their XXH3.
+        ranges: Of each tensor the archives of its parts: file in the folder of the state, first
+            byte, number of bytes, and their XXH3.
     """
 
     files: Mapping[str, SavedFile] = field(default_factory=dict)

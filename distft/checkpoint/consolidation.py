@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from distft.checkpoint.adapters import find_adapter
 from distft.checkpoint.beside import copy_beside
 from distft.checkpoint.casts import CASTABLE
+from distft.checkpoint.checksums import refuse_damaged_source
 from distft.checkpoint.config_shapes import unlike_config
 from distft.checkpoint.copy import check_disk
 from distft.checkpoint.layouts import AS_IT_IS, Layout, known_layout
@@ -108,6 +109,7 @@ def consolidate(
     found = read_map(Path(path))
     out = Path(out).absolute()
     check_target(out, Path(path) if Path(path).is_file() else found.root)
+    refuse_damaged_source(found.root, weights_alone=True)
     held = find_adapter(found)
     choices = get_args(AdapterChoice)
     check_adapter_choice(found.root, held, adapter, choices, exclude_frozen, base)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.beside import copy_beside
+from distft.checkpoint.checksums import refuse_damaged_source
 from distft.checkpoint.consolidation import consolidate
 from distft.checkpoint.memory import parse_bytes
 from distft.checkpoint.publish import CONFIG, check_no_placeholders, check_whole
@@ -94,6 +95,7 @@ def convert(
     limit = parse_bytes("max_ram", max_ram)
     source = Source(read_map(path), None) if format == "dcp" else Source.read(path)
     found, out = source.found, Path(out).absolute()
+    refuse_damaged_source(found.root)
     check_target(out, Path(path) if Path(path).is_file() else found.root)
     check_new(out)
     check_whole(found)

@@ -67,11 +67,11 @@ class CapturedItems:
         return Written({name: file.described()}, chunks)
 
     def finish(self, folder: Path, chunks: Sequence[Sequence[Any]]) -> Finished:
-        """Write the metadata, and return where the numbers of each tensor lie."""
+        """Write the metadata, and return where the archives of each tensor lie."""
         found: list[Chunk] = []
         ranges: dict[str, list[Any]] = {}
         seen = set()
-        for name, start, shape, file, begin, length, at, size, hashed in (
+        for name, start, shape, file, begin, length, hashed in (
             chunk for of_rank in chunks for chunk in of_rank
         ):
             # Ranks of meshes that share nothing may hold the same box.
@@ -79,7 +79,7 @@ class CapturedItems:
                 continue
             seen.add((name, tuple(start)))
             found.append(Chunk(name, tuple(start), tuple(shape), file, begin, length))
-            ranges.setdefault(name, []).append([file, at, size, hashed])
+            ranges.setdefault(name, []).append([file, begin, length, hashed])
         with HashedFile(folder / METADATA) as file:
             file.write(make_metadata(self.items, found))
         return Finished({METADATA: file.described()}, ranges)
@@ -153,28 +153,27 @@ def _holders(tensor: Any, rank: int, world: int) -> tuple[int, int, Any]:
 def _write_part(file: HashedFile, name: str, part: Part) -> list[Any]:
     """Append an archive of one tensor; return what the first rank has to know of it."""
     import torch
-    from xxhash import xxh3_64_hexdigest
+    from xxhash import xxh3_64
 
     tensor = part.tensor.detach().to("cpu").contiguous()
     dtype = str(tensor.dtype).removeprefix("torch.")
     begin = file.position
+    archive: tuple[Any, ...]
     if dtype in STORAGES:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         head, tail = frame(dtype, tuple(tensor.shape), zlib.crc32(data))
-        file.write(head)
-        at, size = file.position, len(data)
-        file.write(data)
-        file.write(tail)
+        archive = head, data, tail
     else:
         # torch alone has a storage for it.
-        archive = BytesIO()
-        torch.save(tensor, archive)
-        data = archive.getbuffer()
-        at, size = begin, len(data)
+        whole = BytesIO()
+        torch.save(tensor, whole)
+        archive = (whole.getbuffer(),)
+    hashed = xxh3_64()
+    for data in archive:
         file.write(data)
-    digest = xxh3_64_hexdigest(data)
+        hashed.update(data)
     length = file.position - begin
-    return [part.name, part.start, list(tensor.shape), name, begin, length, at, size, digest]
+    return [part.name, part.start, list(tensor.shape), name, begin, length, hashed.hexdigest()]
 
 
 class HashedFile:

@@ -75,8 +75,8 @@ class Manifest:
         optimizer_state: Names of the state tensors of each parameter (dcp alone).
         versions: Versions of the packages that wrote it.
         extra: The caller's own values.
-        ranges: Parts of each tensor of the state: file, first byte, number of bytes, XXH3 of them
-            (of a save in training with the layout dcp).
+        ranges: Archives of the parts of each tensor of the state: file, first byte, number of
+            bytes, XXH3 of them (of a save in training with the layout dcp).
     """
 
     step: int

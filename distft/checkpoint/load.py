@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from distft.checkpoint.checksums import refuse_damage, share_of
 from distft.checkpoint.dcp import named_tensors
 from distft.checkpoint.folder import (
     DCP,
@@ -28,7 +29,7 @@ from distft.checkpoint.save import optimizer_name
 from distft.checkpoint.whole_run import check_run
 from distft.checkpoint.writers.universal import LATEST
 from distft.kept import is_adapter
-from distft.process_group import group_size, rendezvous, together
+from distft.process_group import group_rank, group_size, rendezvous, together
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +99,8 @@ def load_checkpoint(
     with together():
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
+        mine = share_of(manifest, group_rank(), group_size("Strategy.load"))
+        refuse_damage(folder, manifest, mine)
         native = _is_native(strategy, manifest, folder)
         _check_precision(strategy, manifest, folder, native)
         _check_model(manifest, model, folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distft.checkpoint.adapters import Adapter, quantized, rooted
+from distft.checkpoint.checksums import refuse_damaged_source
 from distft.checkpoint.folder import MANIFEST, Manifest, read_manifest
 from distft.checkpoint.layouts import Layout, experts_transposed
 from distft.checkpoint.merge_plan import VOCABULARY, Merge, other_than_lora, plan_merge
@@ -109,6 +110,8 @@ class ModelSource:
         Collective: none.
         """
         model = found if base is None else read_map(base)
+        if base is not None:
+            refuse_damaged_source(model.root, weights_alone=True)
         values = read_config(model.root, config)
         manifest = read_manifest(model.root) if (model.root / MANIFEST).is_file() else None
         if held is not None:

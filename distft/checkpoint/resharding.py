@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from distft.checkpoint.checksums import refuse_damaged_source
 from distft.checkpoint.copy import THREADS
 from distft.checkpoint.folder import (
     DCP,
@@ -120,6 +121,7 @@ def reshard_checkpoint(
     limit = parse_bytes("max_ram", max_ram)
     mesh = strategy.mesh(world_size)
     found, out = source.found, Path(out).absolute()
+    refuse_damaged_source(found.root)
     check_target(out, found.root)
     check_new(out)
     if (strategy.precision == "bf16") != (source.precision == "bf16"):

@@ -8,15 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from distft.checkpoint.checksums import damage
 from distft.checkpoint.config_shapes import unlike_config
-from distft.checkpoint.folder import (
-    MANIFEST,
-    Manifest,
-    describe_file,
-    find_checkpoint,
-    hash_bytes,
-    read_manifest,
-)
+from distft.checkpoint.folder import MANIFEST, find_checkpoint, read_manifest
 from distft.checkpoint.readers import UnknownFormat, is_of_distft, read_map
 from distft.checkpoint.readers.chunks import Chunks
 from distft.checkpoint.readers.torch_zip import TorchZip, opened
@@ -150,11 +144,8 @@ def _unlike_config(found: ShardMap) -> Iterator[str]:
 
 def _check_manifest(root: Path) -> _Checksums:
     manifest = read_manifest(root)
-    problems = []
-    for name, saved in manifest.files.items():
-        now = describe_file(root / name, by_crc32=saved.crc32 is not None)
-        if now != saved:
-            problems.append(f"{name} has the {now.checksum}, and {MANIFEST} says {saved.checksum}")
+    found = (damage(root, manifest, name) for name in manifest.files)
+    problems = [problem for problem in found if problem is not None]
     state = root / manifest.layout
     for file in sorted(state.rglob("*")):
         name = file.relative_to(root).as_posix()
@@ -162,27 +153,6 @@ def _check_manifest(root: Path) -> _Checksums:
             problems.append(f"{name} is not one of the {len(manifest.files)} files of {MANIFEST}")
     read = sum(saved.size for saved in manifest.files.values())
     return _Checksums(problems, True, [], read)
-
-
-def _damaged_tensors(root: Path, name: str, manifest: Manifest) -> str:
-    """Return which tensors are hit in a file with a wrong checksum, where the manifest can say."""
-    ranges = [
-        (tensor, at, size, said)
-        for tensor, parts in manifest.ranges.items()
-        for file, at, size, said in parts
-        if file == name
-    ]
-    if not ranges:
-        return ""
-    with (root / name).open("rb", buffering=0) as file:
-        hit = []
-        for tensor, at, size, said in ranges:
-            file.seek(at)
-            if hash_bytes(file, size) != said:
-                hit.append(tensor)
-    if not hit:
-        return f": none of its {len(ranges)} tensors is hit"
-    return f": {hit[0]} is one of {len(hit)} of its {len(ranges)} tensors that are hit"
 
 
 def _check_files(found: ShardMap) -> _Checksums:

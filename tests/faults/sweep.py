@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import faulthandler
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from distft.checkpoint.readers import read_map
 COUNT, KILL, FULL = 1, 2, 3
 MODES = (KILL, FULL)
 RANKS = 2
+# Seconds that a case may take; where each rank stands is printed before they are over.
+LIMIT = 120.0
 NO_SPACE = os.strerror(errno.ENOSPC)
 
 
@@ -61,6 +64,7 @@ def children(functions: list[Callable[[], None]], said: Path) -> list[int]:
             pids.append(pid)
             continue
         code = 0
+        faulthandler.dump_traceback_later(LIMIT - 10)
         try:
             function()
         except BaseException as error:
@@ -68,7 +72,7 @@ def children(functions: list[Callable[[], None]], said: Path) -> list[int]:
             code = 3
         os._exit(code)
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LIMIT
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
