@@ -169,9 +169,9 @@ def _write_part(file: HashedFile, name: str, part: Part) -> list[Any]:
         torch.save(tensor, whole)
         archive = (whole.getbuffer(),)
     hashed = xxh3_64()
-    for data in archive:
-        file.write(data)
-        hashed.update(data)
+    for piece in archive:
+        file.write(piece)
+        hashed.update(piece)
     length = file.position - begin
     return [part.name, part.start, list(tensor.shape), name, begin, length, hashed.hexdigest()]
 
@@ -200,7 +200,7 @@ class HashedFile:
         """Bring the file to the disk, unless something was raised."""
         with self._file:
             if error is None:
-                self.flush()
+                self._flush()
                 os.fsync(self._file.fileno())
 
     def write(self, data: bytes | memoryview) -> None:
@@ -209,17 +209,16 @@ class HashedFile:
         if len(data) + len(self._waiting) <= _WINDOW:
             self._waiting += data
             return
-        self.flush()
+        self._flush()
         for low in range(0, len(data), _WINDOW):
             self._write(memoryview(data)[low : low + _WINDOW])
 
     def described(self) -> SavedFile:
         """Return size and checksum of what was written."""
-        self.flush()
+        self._flush()
         return SavedFile(self.position, self._hash.hexdigest())
 
-    def flush(self) -> None:
-        """Write what waits."""
+    def _flush(self) -> None:
         waiting, self._waiting = self._waiting, bytearray()
         self._write(memoryview(waiting))
 

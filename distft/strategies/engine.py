@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
 from distft.checkpoint.capture import Finished, HostCopies, Written
-from distft.checkpoint.dcp_write import HashedFile
+from distft.checkpoint.dcp_write import synced
 from distft.strategies import on_disk
 from distft.strategies.on_disk import Maps
 
@@ -381,14 +382,17 @@ class CapturedFiles:
     contents: dict[str, Any]
 
     def write(self, folder: Path) -> Written:
-        """Write this rank's files as the engine does, hashed on the way."""
+        """Write this rank's files as the engine does."""
         files = {}
         for name, content in self.contents.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with HashedFile(folder / name) as file:
-                # All that torch asks of a file is its `write`.
-                torch.save(content, cast("IO[bytes]", file))
-                files[name] = file.described()
+            try:
+                # By its path, whose name is written into the file and tells swapped ones.
+                torch.save(content, folder / name)
+            except RuntimeError as error:
+                # Its writer does not say what the system said.
+                raise _refusal_of(folder) or error from error
+            files[name] = synced(folder / name)
         if self.rank == 0:
             self.engine._copy_recovery_script(str(folder))
         return Written(files)
@@ -396,6 +400,17 @@ class CapturedFiles:
     def finish(self, folder: Path, chunks: Sequence[Sequence[Any]]) -> Finished:
         """Return nothing more."""
         return Finished()
+
+
+def _refusal_of(folder: Path) -> OSError | None:
+    """Return the error of writing a little into a folder, such as that the disk is full."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(1 << 20))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def capture_files(engine: Any, tag: str, copies: HostCopies | Maps | None) -> CapturedFiles:
