@@ -57,7 +57,9 @@ def find_adapter(found: ShardMap) -> Adapter | None:
     Collective: none.
     """
     if found.format == "peft":
-        return Adapter(found.root, _read_config(found.root), found.tensors, own_base=False)
+        # A tensor that stands under two names in a pickle is written under both.
+        tied = {alias: found.tensors[kept] for alias, kept in found.ties.items()}
+        return Adapter(found.root, _read_config(found.root), {**found.tensors, **tied}, False)
     inside = found.root / ADAPTER
     if (found.root / MANIFEST).is_file():
         if not (inside / CONFIG_FILE).is_file():

@@ -207,6 +207,20 @@ def test_an_adapter_alone_is_written_as_it_was_and_with_a_base_beside_it(tmp_pat
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in before.items())
 
 
+def test_an_adapter_that_is_a_pickle_becomes_safetensors(tmp_path):
+    made(tmp_path, "L", {"target_modules": ["q_proj"]})
+    before = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(before, old / "adapter_model.bin")
+    shutil.copy(tmp_path / "adapter" / "adapter_config.json", old)
+    out = consolidate(old, tmp_path / "out", adapter="only")
+    after = load_file(out / "adapter_model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    loaded = PeftModel.from_pretrained(tiny_model("L"), str(out))
+    assert "q_proj.lora_A" in " ".join(loaded.state_dict())
+
+
 def test_names_in_training_become_those_of_peffts_file():
     assert peft_name(f"{LAYER}.base_layer.lora_B.default.weight") == (
         f"{LAYER}.base_layer.lora_B.weight"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from distft.checkpoint.folder import LAYOUTS, MANIFEST, find_checkpoint, newest_numbered
@@ -14,6 +15,8 @@ from distft.checkpoint.shards import ShardMap
 
 # What a description leads to that was changed in one place and still is one.
 _DAMAGE = (TypeError, KeyError, IndexError, AttributeError, OverflowError)
+# What PEFT wrote before safetensors.
+ADAPTER_PICKLE = "adapter_model.bin"
 _FILES = (".pt", ".pth", ".bin")
 
 
@@ -72,6 +75,8 @@ def _read(path: Path) -> ShardMap:
         return read_safetensors(path)
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
         return read_state_dict(path)
+    if (path / ADAPTER_PICKLE).is_file():
+        return replace(read_state_dict(path / ADAPTER_PICKLE), format="peft")
     below = newest_numbered(path)
     if below is not None:
         return read_map(below)
@@ -94,6 +99,7 @@ def _unknown(path: Path) -> UnknownFormat:
         f"No checkpoint at {path}: nothing known among its {len(names)} files and folders"
         f"{' (' + ', '.join(names[:5]) + ')' if names else ''}. Looked for {MANIFEST} (distft), "
         f"*{MODEL_STATES} (DeepSpeed), {METADATA} (torch's distributed checkpoint, also in "
-        f"pytorch_model_fsdp_0), model*.safetensors, {ADAPTER_FILE} (PEFT), {SINGLE}, and folders "
-        "checkpoint-N, step-N, global_stepN. Pass the folder that holds one of these."
+        f"pytorch_model_fsdp_0), model*.safetensors, {ADAPTER_FILE}, "
+        f"{ADAPTER_PICKLE} (PEFT), {SINGLE}, and folders checkpoint-N, step-N, global_stepN. "
+        "Pass the folder that holds one of these."
     )
