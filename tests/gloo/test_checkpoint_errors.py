@@ -407,6 +407,7 @@ def weight_files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("sizes", [("20KB", "1GB"), ("1GB", "20KB")], ids=str)
 def test_a_used_folder_keeps_no_shard_of_the_model_before(saved, tmp_path, sizes):
+    # Case CONS-19
     out = tmp_path / "out"
     old, new = saved(FSDP2()), saved(FSDP2(), Recipe(seed=5))
     distft.consolidate(old, out, max_shard_size=sizes[0])

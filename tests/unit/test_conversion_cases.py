@@ -189,13 +189,16 @@ def test_a_tensor_that_the_config_asks_for_and_that_is_missing_is_named(run, tmp
 
 
 @pytest.mark.parametrize("name", ["M", "X", "G"])
-def test_experts_are_compared_with_the_config_in_every_layout(tmp_path, name):
+def test_experts_are_published_and_compared_with_the_config_in_every_layout(tmp_path, name):
+    # Case CONS-16
     model = tiny_model(name)
     model.save_pretrained(tmp_path / "published")
     torch.save(model.state_dict(), tmp_path / "published" / "fused.pt")
     for source in ("published", "published/fused.pt"):
         out = consolidate(tmp_path / source, tmp_path / "out")
-        assert len(load_file(out / FILE)) == len(load_file(tmp_path / "published" / FILE))
+        found, expected = load_file(out / FILE), load_file(tmp_path / "published" / FILE)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         config = json.loads((out / "config.json").read_text())
         more = {
             key: config[key] + 1 for key in ("num_experts", "num_local_experts") if key in config
