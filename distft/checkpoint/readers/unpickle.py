@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distft.checkpoint.readers.memo import check_memo
 from distft.checkpoint.shards import ITEM_BYTES, Piece, row_major
 
 # torch's classes of storages, which a tensor's dtype is read off.
@@ -268,6 +269,7 @@ def read_pickle(
     """
     unpickler = _Unpickler(data, find_storage)
     try:
+        check_memo(data)
         return unpickler.load()
     except Unreadable:
         raise
