@@ -9,12 +9,13 @@ from typing import Any
 from distft.checkpoint.layouts import AS_IT_IS, known_layout
 from distft.spec import ModelSpec
 
+_PUBLISHED = ("safetensors", "state_dict")
 # Keys of which a config has one where it says its sizes; without them they would be defaults.
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def unlike_config(
-    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], format: str
 ) -> Iterator[str]:
     """Yield what a model lacks, or has in another shape, of what its config says.
 
@@ -25,6 +26,7 @@ def unlike_config(
     Args:
         shapes: Shapes by name, as published or as in memory.
         config: Values of ``config.json``.
+        format: Format of the checkpoint: published files may have names that memory has not.
 
     Collective: none.
     """
@@ -37,7 +39,11 @@ def unlike_config(
         return
     if not architecture.endswith("ForCausalLM"):
         return
-    layout = known_layout(config) or AS_IT_IS
+    layout = known_layout(config)
+    if layout is None:
+        if format in _PUBLISHED:
+            return
+        layout = AS_IT_IS
     twins = {**dict(spec.ties), **{kept: alias for alias, kept in spec.ties}}
     for tensor in spec.tensors:
         if tensor.is_expert:

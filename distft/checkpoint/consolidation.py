@@ -218,12 +218,8 @@ def _check_against_config(
     source: ModelSource, tensors: Mapping[str, LogicalTensor], rename: Rename | None
 ) -> None:
     """Refuse a model that has not what its config asks for, which would load as random values."""
-    as_published = source.found.format in ("safetensors", "state_dict")
-    if as_published and known_layout(source.config) is None:
-        # Families may have other names on disk than in memory.
-        return
     shapes = {renamed(name, rename): tensor.shape for name, tensor in tensors.items()}
-    wrong = list(unlike_config(shapes, source.config or {}))
+    wrong = list(unlike_config(shapes, source.config or {}, source.found.format))
     if wrong:
         raise ValueError(
             f"{source.found.root} is another model than its config says, in {len(wrong)} places: "

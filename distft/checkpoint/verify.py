@@ -139,7 +139,8 @@ def _unlike_config(found: ShardMap) -> Iterator[str]:
         said = dict(json.loads(config.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         return
-    yield from unlike_config({name: t.shape for name, t in found.tensors.items()}, said)
+    shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
+    yield from unlike_config(shapes, said, found.format)
 
 
 def _check_manifest(root: Path) -> _Checksums:

@@ -125,6 +125,15 @@ def test_a_tensor_that_the_config_asks_for_and_that_is_not_there_is_named(tmp_pa
     ]
 
 
+def test_a_family_whose_files_have_other_names_than_memory_is_not_called_broken(tmp_path):
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    config = GPTNeoXConfig(**sizes, hidden_size=8, intermediate_size=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert distft.verify(tmp_path).problems == []
+
+
 def test_rank_files_of_transformers_are_put_together(tmp_path):
     whole = torch.arange(20.0).reshape(5, 4)
     for rank, (first, last) in enumerate([(0, 3), (3, 5)], 1):
