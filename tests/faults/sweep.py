@@ -1,8 +1,8 @@
 """Every call that changes a file, made to fail in turn, in real saves and conversions.
 
-A process that has `shim.c` loaded before libc runs `python -m tests.faults.sweep WHAT STRIDE`: it
-forks a child for each case, so that the child may die, and looks at what is left. The last line
-that it prints is the number of cases; an assertion ends it.
+A process that has `shim.c` loaded before libc runs it with what is swept, how many calls lie
+between two cases, and the first of them. It forks a child for each case, so that the child may die,
+and looks at what is left. The last line that it prints is the number of cases; an assertion ends it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Shim:
 
 
 SHIM = Shim()
+
+
+def first_of(stride: int) -> int:
+    """Return the first call that fails, by which several sweeps share all of them."""
+    return int(sys.argv[3]) % stride
 
 
 def children(functions: list[Callable[[], None]], said: Path) -> list[int]:
@@ -162,7 +167,7 @@ def sweep_saves(strategy: Any, stride: int, **how: Any) -> int:
             assert os.listdir(runs) == ["step-2"]
             shutil.rmtree(runs)
             print(f"{strategy} {how}: rank {rank} changes files {total} times", flush=True)
-            for number in range(0, total, stride):
+            for number in range(first_of(stride), total, stride):
                 for mode in MODES:
                     shutil.copytree(root / "good" / "step-1", runs / "step-1")
                     codes, texts = world(
@@ -227,7 +232,7 @@ def sweep_conversion(
         before = None if old is None else files_of(old)
         kind = "new" if old is None else "used"
         print(f"{name} into a {kind} folder changes files {total} times", flush=True)
-        for number in range(0, total, stride):
+        for number in range(first_of(stride), total, stride):
             for mode in MODES:
                 code = run(mode, number)
                 cases += 1

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 # Cases apart in a quick run, of some hundred calls; all of them in a slow one.
-QUICK = [("fsdp2", 13), ("zero3", 17), ("conversions", 150)]
+QUICK = [("fsdp2", 13, 0), ("zero3", 29, 0), ("conversions", 400, 0)]
 WHOLE = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "fsdp2-async", "zero3-async"]
 
 
@@ -26,14 +26,20 @@ def shim(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("what", "stride"),
+    ("what", "stride", "first"),
     [
         *QUICK,
-        *(pytest.param(what, 1, marks=pytest.mark.slow) for what in WHOLE),
-        pytest.param("conversions", 5, marks=pytest.mark.slow),
+        *(
+            pytest.param(what, 3, first, marks=pytest.mark.slow)
+            for what in WHOLE
+            for first in range(3)
+        ),
+        pytest.param("conversions", 25, 7, marks=pytest.mark.slow),
     ],
 )
-def test_no_death_and_no_full_disk_loses_a_checkpoint_or_leaves_half_of_one(shim, what, stride):
+def test_no_death_and_no_full_disk_loses_a_checkpoint_or_leaves_half_of_one(
+    shim, what, stride, first
+):
     environment = {
         **os.environ,
         "LD_PRELOAD": str(shim),
@@ -42,7 +48,7 @@ def test_no_death_and_no_full_disk_loses_a_checkpoint_or_leaves_half_of_one(shim
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.faults.sweep", what, str(stride)],
+        [sys.executable, "-m", "tests.faults.sweep", what, str(stride), str(first)],
         env=environment,
         cwd=HERE.parents[1],
         capture_output=True,
