@@ -31,6 +31,7 @@ REPLACED = (
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
+    "_move_model_to_device",
     "_prepare_for_training",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",

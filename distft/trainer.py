@@ -95,6 +95,9 @@ class Trainer(_Base):  # type: ignore[misc]
             [group for group in groups if group["params"]],
         )
 
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Do nothing: a rank takes its part to its device, and may not hold the whole there."""
+
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         # The strategy casts.

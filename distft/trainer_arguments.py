@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.pretrained import loaded_by
 from distft.strategies.base import Strategy
 from distft.strategies.by_name import strategy as by_name
 
@@ -120,6 +121,11 @@ def check_objects(optimizers: tuple[Any, Any], model: Any, peft_config: Any) -> 
             f"distft.Trainer(optimizers=...) got {' and '.join(there)}, built before the model is "
             "sharded: it would train tensors that are gone. Pass "
             "optimizer_cls_and_kwargs=(AdamW, {'lr': 1e-4}) and lr_scheduler_type."
+        )
+    if peft_config is not None and loaded_by(model) is not None:
+        raise ValueError(
+            "distft.Trainer(peft_config=...) got a model that load_model() has spread already: "
+            "adapters on it would be trained by 1 rank each. Pass peft_config to load_model()."
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
         raise ValueError(

@@ -13,6 +13,7 @@ from tests.gloo.trainer_jobs import (
     lora,
     resumed,
     train,
+    train_loaded,
     train_plainly,
 )
 
@@ -101,6 +102,17 @@ def test_so_do_other_strategies_and_models(
     pools, tmp_path, strategy, ranks, copies, model, adapted
 ):
     check(pools, tmp_path, strategy, ranks, copies, model, adapted)
+
+
+def test_a_model_of_which_each_rank_read_its_part_trains_the_same(pools, tmp_path):
+    strategy = FSDP2(activation_checkpointing=True)
+    expected = pools(1).run(
+        train_plainly, tmp_path, "L", {**STEPS, "per_device_train_batch_size": 4}
+    )[0]
+    for history in pools(2).run(train_loaded, tmp_path, strategy, STEPS):
+        for ours, theirs in zip(logged(history), logged(expected), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -113,6 +113,28 @@ def lora() -> Any:
     return LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj", "o_proj"])
 
 
+def train_loaded(folder: Path, strategy: Any, changes: dict[str, Any]) -> Any:
+    """Return the log of a run whose model each rank read its part of."""
+    import distft
+    from distft.process_group import group_rank, rendezvous
+    from distft.testing import tiny_model
+
+    distft.init(seed=3)
+    if group_rank() == 0:
+        tiny_model("L").save_pretrained(folder / "model")
+    rendezvous("the test")
+    running = distft.Trainer(
+        distft.load_model(folder / "model", strategy),
+        arguments(folder, **changes),
+        strategy=strategy,
+        train_dataset=rows(),
+        eval_dataset=rows(11, seed=1),
+        processing_class=tokenizer(),
+    )
+    running.train()
+    return running.state.log_history
+
+
 def evaluate_alone(folder: Path, changes: dict[str, Any]) -> float:
     """Return the loss of an evaluation without training."""
     return float(trainer(folder, "ddp", "L", changes, None).evaluate()["eval_loss"])

@@ -119,6 +119,19 @@ def test_an_optimizer_that_was_built_before_sharding_is_refused():
         check_objects((built, None), None, None)
 
 
+def test_adapters_on_a_model_that_is_spread_already_are_refused():
+    import torch
+    from peft import LoraConfig
+
+    from distft.checkpoint import pretrained
+
+    model = torch.nn.Linear(2, 2)
+    setattr(model, pretrained._MARK, (distft.FSDP2(), "float32"))
+    check_objects((None, None), model, None)
+    with pytest.raises(ValueError, match=r"spread already.*Pass peft_config to load_model"):
+        check_objects((None, None), model, LoraConfig())
+
+
 def test_what_the_trainer_replaces_is_there_upstream():
     from distft._hf_trainer import REPLACED, StrategyAccelerator
 
