@@ -29,7 +29,7 @@ def page(plan: Plan, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         picture = draw(plan, Path(folder) / "plan.png").read_bytes()
     body = [
-        f"<h1>{_text(plan.best.label)}</h1>",
+        f"<h1>{_text(_title(plan))}</h1>",
         _list(reasons(plan.best)),
         "<h2>All strategies</h2>",
         _table(head, rows),
@@ -41,8 +41,16 @@ def page(plan: Plan, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         *(f"<h3>{_text(option.label)}</h3>{_list(reasons(option))}" for option in plan.options[1:]),
     ]
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Plan</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_text(_title(plan))}</title>'
+        f'<meta name="viewport" content="width=device-width">'
         f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _title(plan: Plan) -> str:
+    label, number = plan.best.label, len(plan.options)
+    return (
+        f"{label}, first of {number}" if plan.best.fits else f"None of {number} fits; {label} first"
     )
 
 
