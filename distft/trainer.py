@@ -17,7 +17,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from distft._hf_trainer import StrategyAccelerator
-from distft.checkpoint.folder import is_complete, read_manifest
+from distft.checkpoint.folder import read_manifest
 from distft.checkpoint.randomness import random_state, set_random_state
 from distft.process_group import group_rank, init, together
 from distft.strategies.base import Strategy
@@ -113,7 +113,9 @@ class Trainer(_Base):  # type: ignore[misc]
         # It was bound before the class changed.
         bound: Any = self.gather_function  # type: ignore[has-type]
         gather = self.accelerator.gather_for_metrics
-        self.gather_function = partial(gather, **bound.keywords) if _is_partial(bound) else gather
+        self.gather_function = (
+            partial(gather, **bound.keywords) if isinstance(bound, partial) else gather
+        )
 
     def get_tp_size(self) -> int:
         """Return how many ranks read the same rows."""
@@ -244,12 +246,12 @@ class Trainer(_Base):  # type: ignore[misc]
             self._save_run(out)
             return
         temporary = out / ".distft-model"
+        with together():
+            if group_rank() == 0:
+                # What a process that was killed in this call left.
+                shutil.rmtree(temporary, ignore_errors=True)
         self.strategy.save(
-            temporary,
-            self.model_wrapped,
-            self.optimizer,
-            step=self.state.global_step,
-            processing_class=self.processing_class,
+            temporary, self.model_wrapped, self.optimizer, step=self.state.global_step
         )
         adapter = "only" if hasattr(self.model, "peft_config") else "keep"
         try:
@@ -264,9 +266,6 @@ class Trainer(_Base):  # type: ignore[misc]
 
     def _save_run(self, folder: Path) -> None:
         """Write a checkpoint; the trainer's state goes with it, so that none is without."""
-        with together():
-            if group_rank() == 0 and folder.is_dir() and not is_complete(folder):
-                shutil.rmtree(folder)
         self.strategy.save(
             folder,
             self.model_wrapped,
@@ -331,7 +330,3 @@ class Trainer(_Base):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         self.strategy.load(self.state.best_model_checkpoint, self.model_wrapped, self.optimizer)
-
-
-def _is_partial(bound: Any) -> bool:
-    return isinstance(bound, partial)
