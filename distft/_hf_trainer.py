@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 
-from distft.trainer_data import in_whole_rounds
+from distft.trainer_data import filled_batches, in_whole_rounds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,12 +27,15 @@ REPLACED = (
     "_clip_grad_norm",
     "_get_grad_norm",
     "_get_num_items_in_batch",
+    "_get_train_sampler",
+    "_init_training_state",
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
     "_move_model_to_device",
     "_prepare_for_training",
+    "_run_epoch",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
     "_save_rng_state",
@@ -40,10 +43,27 @@ REPLACED = (
     "create_accelerator_and_postprocess",
     "create_optimizer",
     "evaluation_loop",
+    "get_batch_samples",
     "get_tp_size",
     "prediction_step",
     "save_model",
+    "set_initial_training_values",
+    "train",
 )
+
+
+def leave_out_update(optimizer: Any) -> None:
+    """Make the next call of ``optimizer.step`` drop the gradients; the training loop has no way.
+
+    Collective: none.
+    """
+    step = optimizer.step
+
+    def drop(*_: Any, **__: Any) -> None:
+        optimizer.step = step
+        optimizer.zero_grad()
+
+    optimizer.step = drop
 
 
 class StrategyAccelerator(Accelerator):  # type: ignore[misc]
@@ -91,6 +111,9 @@ class StrategyAccelerator(Accelerator):  # type: ignore[misc]
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        if (batches := filled_batches(prepared)) is not None:
+            # Accelerate reads it off the loader, which leaves it to its batch sampler.
+            prepared._drop_last = batches.drop_last
         self._dataloaders.append(prepared)
         return prepared
 

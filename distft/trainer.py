@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,13 +18,19 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from distft._hf_trainer import StrategyAccelerator
+from distft._hf_trainer import StrategyAccelerator, leave_out_update
 from distft.checkpoint.folder import read_manifest
 from distft.checkpoint.randomness import random_state, set_random_state
 from distft.process_group import group_rank, init, together
 from distft.strategies.base import Strategy
 from distft.trainer_arguments import check_arguments, check_objects, strategy_of
-from distft.trainer_data import LastRound, MaskedRows
+from distft.trainer_data import LastRound, SeededOrder, filled_batches
+from distft.trainer_preemption import SaveBeforeTheEnd
+from distft.trainer_progress import Dealing, Progress
+from distft.trainer_resume import EpochsOfARest, checkpoint_to_resume, follow_schedule, launched
+from distft.trainer_strategy import chosen_strategy
+
+logger = logging.getLogger("distft")
 
 # Its types are looser than a strict checker takes.
 _Base: Any = SFTTrainer
@@ -43,7 +51,8 @@ class Trainer(_Base):  # type: ignore[misc]
     Args:
         model: As `SFTTrainer`, and not distributed yet.
         args: As `SFTTrainer`.
-        strategy: A strategy or its name; by name it computes as ``args.bf16`` says.
+        strategy: A strategy or its name; by name it computes as ``args.bf16`` says. "auto" is what
+            `accelerate launch` says, or the planner's best for this machine.
         optimizers: Refused: pass ``optimizer_cls_and_kwargs``.
         kwargs: As `SFTTrainer`: train_dataset, eval_dataset, processing_class, peft_config, ...
 
@@ -66,14 +75,23 @@ class Trainer(_Base):  # type: ignore[misc]
         check_arguments(args)
         check_objects(optimizers, model, kwargs.get("peft_config"))
         init(seed=args.seed)
-        self.strategy = strategy_of(strategy, args)
+        chosen = chosen_strategy(strategy, args, model, kwargs.get("peft_config"))
+        self.strategy = strategy_of(chosen, args)
         args.bf16 = self.strategy.precision != "fp32"
-        self._saving_checkpoint = False
+        self._saving_checkpoint, self._saved_step = False, -1
         self._micro_steps = 1
         self._loaded_randomness: dict[str, Any] | None = None
+        self._randomness_after_rows: dict[str, Any] | None = None
+        self._progress = Progress(_data_seed(args), args.train_sampling_strategy)
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        # Ours takes the place of transformers' callback, which would listen from here on.
+        saves_on_signal, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
         super().__init__(model, args, **kwargs)
+        args.enable_jit_checkpoint = saves_on_signal
+        if saves_on_signal:
+            self.add_callback(SaveBeforeTheEnd())
         check_objects((None, None), self.model, None)
+        self.callback_handler.callbacks.insert(0, EpochsOfARest(self._progress))
         self._spread()
 
     # ---- the strategy underneath --------------------------------------------------------------
@@ -108,8 +126,7 @@ class Trainer(_Base):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = StrategyAccelerator
         self.accelerator.strategy = self.strategy
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.accelerator.data_seed = seed
+        self.accelerator.data_seed = _data_seed(self.args)
         # It was bound before the class changed.
         bound: Any = self.gather_function  # type: ignore[has-type]
         gather = self.accelerator.gather_for_metrics
@@ -149,9 +166,16 @@ class Trainer(_Base):  # type: ignore[misc]
         return self.strategy.clip_grad_norm_(self.model_wrapped, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        if grad_norm is not None:
-            return grad_norm
-        return self.strategy.clip_grad_norm_(self.model_wrapped, None)
+        if grad_norm is None:
+            grad_norm = self.strategy.clip_grad_norm_(self.model_wrapped, None)
+        if not math.isfinite(grad_norm):
+            leave_out_update(self.optimizer)
+            logger.warning(
+                "Step %d: the norm is %s, so its update is left out.",
+                self.state.global_step + 1,
+                grad_norm,
+            )
+        return grad_norm
 
     @property
     def current_gradient_accumulation_steps(self) -> float:
@@ -175,8 +199,10 @@ class Trainer(_Base):  # type: ignore[misc]
 
     @property
     def _last_round(self) -> LastRound:
-        rows = self.callback_handler.train_dataloader.dataset
-        number = len(rows) if isinstance(rows, MaskedRows) else 0
+        batches = filled_batches(self.callback_handler.train_dataloader)
+        number = 0
+        if batches is not None and not batches.drop_last:
+            number = len(batches.sampler) - batches.first_row
         return LastRound(number, self._train_batch_size, self.strategy.dp_size)
 
     def compute_loss(
@@ -195,6 +221,74 @@ class Trainer(_Base):  # type: ignore[misc]
             # No loss tokens, but a router's loss of its own.
             loss = loss * 0.0
         return (loss, *outputs) if return_outputs else loss
+
+    # ---- the rows of a run -------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as `SFTTrainer` does.
+
+        Args:
+            resume_from_checkpoint: A checkpoint of any strategy and number of ranks, or True for
+                the latest that is complete in ``output_dir``. None begins anew, and goes on where
+                torchrun restarts the ranks of a job that has saved.
+            args: As `SFTTrainer`.
+            kwargs: As `SFTTrainer`.
+
+        Raises:
+            ValueError: There is none to resume, or later ones are in the way of this run's.
+
+        Collective: every rank.
+        """
+        resumed = checkpoint_to_resume(resume_from_checkpoint, self.args)
+        self._progress.begin(0, None)
+        self._saved_step = -1
+        return super().train(resumed, *args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        found = super()._get_train_sampler(train_dataset)
+        if self.args.train_sampling_strategy == "group_by_length" and found is not None:
+            return SeededOrder(found, _data_seed(self.args))
+        return found
+
+    def set_initial_training_values(self, args: SFTConfig, dataloader: Any) -> Any:
+        """Return transformers' values; a run that goes on in another way has other last steps."""
+        *found, steps, max_steps = super().set_initial_training_values(args, dataloader)
+        batches = filled_batches(dataloader)
+        rows, ranks = self.get_total_train_batch_size(args), self.strategy.dp_size
+        dealing = None
+        if batches is not None:
+            size, rounds = self._train_batch_size, args.gradient_accumulation_steps
+            dealing = Dealing(len(batches.sampler), size, ranks, rounds, batches.drop_last)
+        ahead = self._progress.deal(dealing, rows, ranks, skip=not args.ignore_data_skip)
+        if ahead and args.max_steps > 0:
+            found[0] = -(-(max_steps - ahead) // found[1])
+        elif ahead:
+            max_steps += ahead
+        return (*found, steps, max_steps)
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        found: tuple[int, int] = super()._init_training_state(*args)
+        # Batches are skipped of streams alone; other rows begin where the last run ended.
+        return found if self._progress.dealing is None else (self._progress.start.epoch, 0)
+
+    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
+        batches, dealing = filled_batches(train_dataloader), self._progress.dealing
+        if batches is not None and dealing is not None:
+            row = self._progress.enter(epoch, self.state.global_step)
+            batches.first_row = row
+            kwargs["steps_in_epoch"] = dealing.rounds_from(row)
+            kwargs["num_update_steps_per_epoch"] = dealing.steps_from(row)
+            # In the middle of an epoch its rows had been asked for when the state was saved.
+            self._randomness_after_rows = self._loaded_randomness if row else None
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Return the batches of a step, and their loss tokens over all ranks."""
+        found = super().get_batch_samples(*args)
+        if self._randomness_after_rows is not None:
+            set_random_state(self._randomness_after_rows)
+            self._randomness_after_rows = None
+        return found
 
     # ---- evaluation -----------------------------------------------------------------------------
 
@@ -230,11 +324,15 @@ class Trainer(_Base):  # type: ignore[misc]
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self._saved_step == self.state.global_step:
+            # The end of an epoch, of a run or of a job may ask for one that is there.
+            return
         self._saving_checkpoint = True
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False
+        self._saved_step = self.state.global_step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapter, as ``from_pretrained`` reads it.
@@ -278,6 +376,8 @@ class Trainer(_Base):  # type: ignore[misc]
                 _STATE: json.dumps(dataclasses.asdict(self.state)),
                 "rows_per_step": self.get_total_train_batch_size(self.args),
                 "num_tokens": self._total_train_tokens,
+                **self._progress.to_json(self.state.global_step),
+                **launched(),
             },
         )
 
@@ -297,16 +397,7 @@ class Trainer(_Base):  # type: ignore[misc]
                 "distft.Trainer, which needs the trainer's state. Load it with strategy.load in a "
                 "loop of your own."
             )
-        before, now = (
-            manifest.extra["rows_per_step"],
-            self.get_total_train_batch_size(self.args),
-        )
-        if before != now and not self.args.ignore_data_skip:
-            raise ValueError(
-                f"{folder} was trained with {before} rows a step, and this run has {now}, so its "
-                f"steps would not be the same rows. Choose per_device_train_batch_size and "
-                f"gradient_accumulation_steps for {before}, or set ignore_data_skip=True."
-            )
+        self._progress.begin(manifest.step, manifest.extra, manifest.dp_size)
         # TRL's own count begins at 0 again.
         self._total_train_tokens = manifest.extra["num_tokens"]
         with together():
@@ -321,6 +412,7 @@ class Trainer(_Base):  # type: ignore[misc]
         self.strategy.load(
             checkpoint, self.model_wrapped, self.optimizer, scheduler=self.lr_scheduler
         )
+        follow_schedule(self.lr_scheduler)
         self._loaded_randomness = random_state()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -330,3 +422,7 @@ class Trainer(_Base):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         self.strategy.load(self.state.best_model_checkpoint, self.model_wrapped, self.optimizer)
+
+
+def _data_seed(args: SFTConfig) -> int:
+    return args.seed if args.data_seed is None else args.data_seed

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+from distft.trainer_progress import Dealing
 
 # The label that counts for nothing.
 _IGNORED = -100
@@ -25,31 +29,38 @@ class FilledBatches(BatchSampler):
         sampler: Order of the rows.
         batch_size: Rows of a batch.
         ranks: Batches of a round.
+        drop_last: Whether a round that is not full is left out in place of filled.
+
+    Attributes:
+        first_row: Row of the order that the next epoch begins with.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, ranks: int) -> None:
-        super().__init__(sampler, batch_size, drop_last=False)
+    def __init__(self, sampler: Any, batch_size: int, ranks: int, drop_last: bool = False) -> None:
+        super().__init__(sampler, batch_size, drop_last=drop_last)
         self.sampler: Any
+        self.first_row = 0
         self._ranks = ranks
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of an epoch."""
+        """Yield the batches of an epoch, or of what is left of it."""
         batch: list[int] = []
-        first, number = None, 0
-        for index in self.sampler:
+        first, number, left = None, 0, len(self)
+        for index in islice(self.sampler, self.first_row, None):
             first = index if first is None else first
             batch.append(index)
             if len(batch) == self.batch_size:
+                if number == left:
+                    return
                 yield batch
                 batch, number = [], number + 1
-        while first is not None and (batch or number % self._ranks):
+        while first is not None and number < left:
             yield batch + [~first] * (self.batch_size - len(batch))
             batch, number = [], number + 1
 
     def __len__(self) -> int:
         """Return the number of batches of all ranks."""
-        rows_of_a_round = self.batch_size * self._ranks
-        return -(-len(self.sampler) // rows_of_a_round) * self._ranks
+        dealing = Dealing(len(self.sampler), self.batch_size, self._ranks, 1, self.drop_last)
+        return dealing.rounds_from(self.first_row) * self._ranks
 
 
 class MaskedRows(Dataset[Any]):
@@ -100,19 +111,17 @@ def _masked(row: Mapping[str, Any]) -> dict[str, Any]:
 def in_whole_rounds(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
     """Return a loader whose epoch is whole rounds of all data ranks, or the loader as it is.
 
-    As it is stay streams, loaders that drop an incomplete round, and those whose batches are made
-    by a sampler of their own.
+    As it is stay streams and loaders whose batches are made by a sampler of their own.
 
     Collective: none.
     """
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
         return loader
-    if batches.drop_last:
-        return loader
+    filled = FilledBatches(batches.sampler, batches.batch_size, ranks, batches.drop_last)
     return DataLoader(
         MaskedRows(loader.dataset),
-        batch_sampler=FilledBatches(batches.sampler, batches.batch_size, ranks),
+        batch_sampler=filled,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
@@ -122,6 +131,45 @@ def in_whole_rounds(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
         worker_init_fn=loader.worker_init_fn,
         in_order=loader.in_order,
     )
+
+
+def filled_batches(loader: Any) -> FilledBatches | None:
+    """Return what deals the rows of a loader of ours, or None.
+
+    Collective: none.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    # Accelerate's own, which takes a rank's batches, stands around it where there are several.
+    batches = getattr(batches, "batch_sampler", batches)
+    return batches if isinstance(batches, FilledBatches) else None
+
+
+class SeededOrder(Sampler[int]):
+    """A sampler whose order is drawn anew for each epoch, the same on every rank.
+
+    Samplers that draw from the generator of their process give each rank another order.
+
+    Args:
+        sampler: One with a ``generator``.
+        seed: Seed of the first epoch.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler, self._seed, self._epoch = sampler, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say whose order comes next."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the rows in order."""
+        seed = self._seed * 1_000_003 + self._epoch
+        self._sampler.generator = torch.Generator().manual_seed(seed)
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._sampler)
 
 
 @dataclass(frozen=True)

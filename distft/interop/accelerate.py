@@ -147,9 +147,9 @@ def from_yaml(text: str) -> Recipe:
     if kind in ("MULTI_GPU", "NO", "MULTI_CPU"):
         return Recipe("ddp", fields, **common)
     if kind == "DEEPSPEED":
-        return _from_deepspeed(values.get("deepspeed_config") or {}, fields, common)
+        return from_deepspeed_section(values.get("deepspeed_config") or {}, fields, common)
     if kind == "FSDP":
-        return _from_fsdp(values, fields, common)
+        return from_fsdp_sections(values, fields, common)
     raise ValueError(
         f"distributed_type is {kind}, which no strategy here stands for. "
         "Known are MULTI_GPU, FSDP and DEEPSPEED."
@@ -164,9 +164,16 @@ def _precision(said: str, text: str) -> dict[str, Any]:
     return {"precision": "bf16"} if _PURE in text else {}
 
 
-def _from_deepspeed(
+def from_deepspeed_section(
     values: Mapping[str, Any], fields: dict[str, Any], common: dict[str, Any]
 ) -> Recipe:
+    """Return the recipe of the section ``deepspeed_config``.
+
+    Raises:
+        ValueError: The settings are in a file of DeepSpeed.
+
+    Collective: none.
+    """
     if values.get("deepspeed_config_file"):
         raise ValueError(
             f"deepspeed_config_file names {values['deepspeed_config_file']}, where the settings "
@@ -182,7 +189,13 @@ def _from_deepspeed(
     return Recipe(name, fields, grad_accum=accum if isinstance(accum, int) else 1, **common)
 
 
-def _from_fsdp(values: Mapping[str, Any], fields: dict[str, Any], common: dict[str, Any]) -> Recipe:
+def from_fsdp_sections(
+    values: Mapping[str, Any], fields: dict[str, Any], common: dict[str, Any]
+) -> Recipe:
+    """Return the recipe of the sections ``fsdp_config`` and ``parallelism_config``.
+
+    Collective: none.
+    """
     config = values.get("fsdp_config") or {}
     version = int(config.get("fsdp_version") or 1)
     name, reshard, notes = "fsdp2", True, []
