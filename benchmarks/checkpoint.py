@@ -142,7 +142,7 @@ def _write_zero(root: Path, tensors: Mapping[str, LogicalTensor], with_optimizer
                 start = min(rank * per_rank, tensor.num_elements)
                 count = min(per_rank, tensor.num_elements - start)
                 for _, window in stream.windows(tensor, "float32", start, count):
-                    file.write(window.data)
+                    file.write(window)
                 file.write(bytes(4 * (per_rank - count)))
                 size += per_rank
         flat = LogicalTensor("flat", (size,), "float32", [Piece(f"flat-{rank}", 0, (0,), (size,))])

@@ -20,18 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m distft", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_consolidate(commands)
-    _add_convert(commands)
-    _add_reshard(commands)
-    _add_diff(commands)
-    _add_verify(commands)
-    _add_inspect(commands)
-    _add_topo(commands)
-    _add_bench_collectives(commands)
-    _add_plan(commands)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # A command that is known needs no other one's options, and starts sooner.
+    known = _COMMANDS.get(given[0]) if given else None
+    for add in [known] if known else _COMMANDS.values():
+        add(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     try:
         code: int = options.run(options)
     except (ValueError, RuntimeError, OSError) as error:
@@ -430,6 +426,18 @@ def _progress() -> Iterator[Callable[[int], None]]:
     finally:
         print("\r" + " " * 24 + "\r", end="", file=sys.stderr, flush=True)
 
+
+_COMMANDS: dict[str, Callable[[Any], None]] = {
+    "consolidate": _add_consolidate,
+    "convert": _add_convert,
+    "reshard": _add_reshard,
+    "diff": _add_diff,
+    "verify": _add_verify,
+    "inspect": _add_inspect,
+    "topo": _add_topo,
+    "bench-collectives": _add_bench_collectives,
+    "plan": _add_plan,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

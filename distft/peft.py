@@ -7,7 +7,6 @@ reduced by nobody: every rank would train its own, and the loss would look well.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import warnings
@@ -122,6 +121,8 @@ def draw_adapter(name: str, shape: Iterable[int], init: Any, seed: int) -> Tenso
 
     kind = next((part for part in name.split(".") if part.startswith("lora_")), None)
     size = tuple(shape)
+    import hashlib
+
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     drawn = torch.empty(size)

@@ -11,18 +11,15 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from distft.checkpoint.shards import ITEM_BYTES
-
-# Those that are cast; the 8-bit ones carry scales elsewhere, and a number without its scale is
-# another number.
-CASTABLE = ("bfloat16", "float16", "float32", "float64")
+from distft.checkpoint.shards import CASTABLE, ITEM_BYTES
 
 # Elements cast at once: 256 KiB of fp32, so that temporaries stay in the processor's cache.
 _STEP = 1 << 16
 # What a bfloat16 that is no number is written as, torch's own pattern.
 _BF16_NAN = 0x7FC0
 
-Cast = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
+# Bytes to read, bytes to write.
+Cast = Callable[[memoryview, memoryview], None]
 
 
 def storage_dtype(dtype: str) -> np.dtype[np.generic]:
@@ -58,8 +55,9 @@ def cast_bytes(source: str, target: str) -> Cast:
                 f"dtypes {', '.join(CASTABLE)}. Leave the dtype as it is."
             )
 
-    def cast(raw: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        numbers, made = raw.view(storage_dtype(source)), out.view(storage_dtype(target))
+    def cast(raw: memoryview, out: memoryview) -> None:
+        numbers = np.frombuffer(raw, storage_dtype(source))
+        made = np.frombuffer(out, storage_dtype(target))
         with np.errstate(over="ignore", invalid="ignore"):
             for low in range(0, len(numbers), _STEP):
                 part = numbers[low : low + _STEP]

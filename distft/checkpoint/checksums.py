@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from distft.checkpoint.folder import (
@@ -56,6 +55,7 @@ def refuse_damage(
 
     Collective: none.
     """
+    from concurrent.futures import ThreadPoolExecutor
 
     def problem(name: str) -> str | None:
         ranges = _ranges_in(manifest, name) if weights_alone else []

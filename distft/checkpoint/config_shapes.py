@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distft.checkpoint.layouts import AS_IT_IS, known_layout
-from distft.spec import ModelSpec
 
 _PUBLISHED = ("safetensors", "state_dict")
 # Keys of which a config has one where it says its sizes; without them they would be defaults.
@@ -32,6 +31,9 @@ def unlike_config(
     """
     if config.get("quantization_config") or not any(key in config for key in _WIDTHS):
         return
+    # What it takes to know architectures is more than the rest of a conversion needs.
+    from distft.spec import ModelSpec
+
     try:
         architecture = str((config.get("architectures") or [""])[0])
         spec = ModelSpec.from_config(config)

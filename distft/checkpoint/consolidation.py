@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from distft.checkpoint.adapters import find_adapter
 from distft.checkpoint.beside import copy_beside
-from distft.checkpoint.casts import CASTABLE
 from distft.checkpoint.checksums import refuse_damaged_source
 from distft.checkpoint.config_shapes import unlike_config
 from distft.checkpoint.copy import check_disk
 from distft.checkpoint.layouts import AS_IT_IS, Layout, known_layout
 from distft.checkpoint.memory import parse_bytes
 from distft.checkpoint.merge_plan import Merge
-from distft.checkpoint.merging import split_outputs, write_sums
 from distft.checkpoint.model_source import ModelSource, check_adapter_choice
 from distft.checkpoint.publish import (
     CONFIG,
@@ -30,7 +28,7 @@ from distft.checkpoint.publish import (
 )
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.safetensors_reader import INDEX, SINGLE
-from distft.checkpoint.shards import LogicalTensor
+from distft.checkpoint.shards import CASTABLE, LogicalTensor
 from distft.checkpoint.target import check_target, written_whole
 from distft.checkpoint.writers.adapter import write_adapter
 from distft.checkpoint.writers.safetensors import plan_files
@@ -207,6 +205,9 @@ def _stream(
     if merge is None:
         files.write(root, made, limits.ram, limits.advance)
     else:
+        # Sums need numpy, which takes longer to start than all else here.
+        from distft.checkpoint.merging import split_outputs, write_sums
+
         copied, summed = split_outputs(files.outputs, merge.changes)
         replace(files, outputs=copied).write(root, made, limits.ram, limits.advance)
         write_sums(root, made, summed, merge, limits.advance)

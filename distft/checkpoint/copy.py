@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ _SMALLEST_BUFFER = 1 << 16
 THREADS = max(1, min(4, os.cpu_count() or 1))
 # What one thread copies at a time, so that threads end together and files grow in order.
 _SEGMENT_BYTES = 64 << 20
+# Smaller files grow as they are written.
+_RESERVED = 16 << 20
 # What the interpreter and temporaries of a cast take beside the buffers, for each thread.
 _THREAD_BYTES = 1 << 20
 
@@ -123,6 +125,7 @@ def copy_outputs(
     sums = [0] * len(outputs)
     tasks = enumerate(outputs) if checksums else ((0, part) for part in _segments(outputs))
     lock, stopped = threading.Lock(), threading.Event()
+    failures: list[BaseException] = []
 
     def work() -> None:
         with Stream(root, budget.buffer_bytes) as stream, OpenFiles(os.O_WRONLY) as files:
@@ -134,9 +137,9 @@ def copy_outputs(
                 target, size = files.descriptor(folder / task.file), ITEM_BYTES[task.dtype]
                 windows = stream.windows(task.tensor, task.dtype, task.start, task.count)
                 for first, data in windows:
-                    write_at(target, data.data, task.offset + (first - task.start) * size)
+                    write_at(target, data, task.offset + (first - task.start) * size)
                     if checksums:
-                        sums[number] = zlib.crc32(data.data, sums[number])
+                        sums[number] = zlib.crc32(data, sums[number])
                     advance(len(data))
                     if stopped.is_set():
                         return
@@ -144,16 +147,18 @@ def copy_outputs(
     def work_or_stop() -> None:
         try:
             work()
-        except BaseException:
+        except BaseException as error:
+            failures.append(error)
             stopped.set()
-            raise
 
-    if budget.threads == 1:
-        work()
-        return sums
-    with ThreadPoolExecutor(budget.threads) as pool:
-        for done in [pool.submit(work_or_stop) for _ in range(budget.threads)]:
-            done.result()
+    threads = [threading.Thread(target=work_or_stop) for _ in range(budget.threads - 1)]
+    for thread in threads:
+        thread.start()
+    work_or_stop()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
     return sums
 
 
@@ -185,6 +190,9 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def make_files(folder: Path, sizes: Mapping[str, int], headers: Mapping[str, bytes]) -> None:
     """Make new files of a size, with their first bytes.
 
+    Raises:
+        OSError: A file is there already, or the disk has no room for one.
+
     Collective: none.
     """
     for name, size in sizes.items():
@@ -192,7 +200,34 @@ def make_files(folder: Path, sizes: Mapping[str, int], headers: Mapping[str, byt
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as opened:
             opened.write(headers.get(name, b""))
-            opened.truncate(size)
+            opened.flush()
+            if size < _RESERVED or not reserve(opened.fileno(), size):
+                opened.truncate(size)
+
+
+def reserve(descriptor: int, size: int) -> bool:
+    """Reserve the room of a file on its disk; return whether the file system can.
+
+    What is written into it takes a quarter less time than into a file that grows, and a disk that
+    is full says so here. Not ``os.posix_fallocate``: where the file system cannot, it writes.
+
+    Raises:
+        OSError: The disk is full.
+
+    Collective: none.
+    """
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "fallocate"):
+        return False
+    wide = ctypes.c_int64
+    if library.fallocate(descriptor, 0, wide(0), wide(size)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        raise OSError(number, os.strerror(number))
+    return False
 
 
 def check_disk(folder: Path, num_bytes: int) -> None:

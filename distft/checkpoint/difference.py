@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from distft.checkpoint.casts import CASTABLE
 from distft.checkpoint.copy import BUFFER_BYTES
 from distft.checkpoint.readers import read_map
-from distft.checkpoint.shards import LogicalTensor, ShardMap
+from distft.checkpoint.shards import CASTABLE, LogicalTensor, ShardMap
 from distft.checkpoint.stream import Stream
 
 # Tensors of each kind that the text lists.
@@ -134,7 +133,7 @@ def _compare(
     largest = 0.0
     pairs = zip(one.windows(first, "float64"), other.windows(second, "float64"), strict=True)
     for (_, a), (_, b) in pairs:
-        left, right = a.view(np.float64), b.view(np.float64)
+        left, right = np.frombuffer(a, np.float64), np.frombuffer(b, np.float64)
         with np.errstate(invalid="ignore"):
             apart = np.abs(left - right)
         # Of equal infinities the difference is no number.

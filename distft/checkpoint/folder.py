@@ -215,9 +215,14 @@ def removed_name(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.old"
 
 
+def converted_name(name: str, nonce: str) -> str:
+    """Return the name under which another format of a checkpoint is written."""
+    return f".{name}.{nonce}.convert"
+
+
 def is_temporary(path: Path) -> bool:
-    """Return whether a folder has the name of a save that never ended, or of one half deleted."""
-    return path.name.startswith(".") and path.name.endswith((".tmp", ".old"))
+    """Return whether a folder has the name of a write that never ended, or is half deleted."""
+    return path.name.startswith(".") and path.name.endswith((".tmp", ".old", ".convert"))
 
 
 def is_complete(path: Path) -> bool:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from distft.checkpoint.adapters import Adapter
-from distft.checkpoint.casts import CASTABLE
 from distft.checkpoint.copy import BUFFER_BYTES
 from distft.checkpoint.layouts import Layout
-from distft.checkpoint.shards import LogicalTensor
+from distft.checkpoint.shards import CASTABLE, LogicalTensor
 from distft.checkpoint.stream import NUM_BUFFERS
 from distft.peft import PREFIX
 

@@ -87,11 +87,11 @@ def _write_sum(
     for start in range(output.start, output.start + output.count, step):
         count = min(step, output.start + output.count - start)
         for first, window in stream.windows(tensor, wide, start, count):
-            part = window.view(wide)
+            part = np.frombuffer(window, wide)
             sums[first - start : first - start + len(part)] = part
         pair.add(change, start // columns, sums[:count].reshape(-1, columns))
         done = made[: count * item]
-        cast(sums[:count].view(np.uint8), done)
+        cast(sums[:count].view(np.uint8).data, done.data)
         write_at(descriptor, done.data, output.offset + (start - output.start) * item)
         advance(len(done))
 
@@ -130,6 +130,6 @@ def _whole(root: Path, tensor: LogicalTensor) -> NDArray[np.float32]:
     made = np.empty(tensor.num_elements, np.float32)
     with Stream(root, BUFFER_BYTES) as stream:
         for first, window in stream.windows(tensor, "float32"):
-            part = window.view(np.float32)
+            part = np.frombuffer(window, np.float32)
             made[first : first + len(part)] = part
     return made.reshape(tensor.shape)

@@ -9,12 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from distft.checkpoint.casts import CASTABLE
 from distft.checkpoint.copy import BUFFER_BYTES
 from distft.checkpoint.layouts import Layout
-from distft.checkpoint.shards import ITEM_BYTES, LogicalTensor, ShardMap
+from distft.checkpoint.shards import CASTABLE, ITEM_BYTES, LogicalTensor, ShardMap
 from distft.checkpoint.stream import Stream
 from distft.checkpoint.writers.safetensors import Published
 
@@ -204,6 +201,8 @@ def same_values(root: Path, one: LogicalTensor, other_root: Path, other: Logical
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    import numpy as np
+
     with Stream(root, BUFFER_BYTES) as left, Stream(other_root, BUFFER_BYTES) as right:
         pairs = zip(left.windows(one, one.dtype), right.windows(other, other.dtype), strict=True)
         return all(np.array_equal(a, b) for (_, a), (_, b) in pairs)

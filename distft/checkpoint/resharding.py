@@ -6,7 +6,6 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -278,6 +277,8 @@ def _manifest(source: Source, strategy: Target, mesh: Mesh, made: Path) -> Manif
 
 
 def _describe(made: Path) -> Mapping[str, SavedFile]:
+    from concurrent.futures import ThreadPoolExecutor
+
     members = sorted(path for path in made.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(describe_file, members)

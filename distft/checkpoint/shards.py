@@ -36,6 +36,9 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+# Those that are cast; the 8-bit ones carry scales elsewhere, and a number without its scale is
+# another number.
+CASTABLE = ("bfloat16", "float16", "float32", "float64")
 # Problems that one tensor or file lists; more of them say nothing new.
 MAX_PROBLEMS = 3
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Where tempfile makes folders for the owner alone, the umask decides here.
-_OPEN = 0o777
+from distft.checkpoint.folder import converted_name
+
+# Locked as long as the process writes that made the folder, however it ends.
+_LOCK = "lock"
 
 
 def check_target(out: Path, source: Path, what: str = "the checkpoint") -> None:
@@ -55,7 +58,8 @@ def written_whole(
 
     A new ``out`` appears by one rename. In one that exists other files stay; what an earlier
     write left goes first and what names the new files comes last, so that a reader who comes in
-    between finds no model rather than half of two.
+    between finds no model rather than half of two. What a write of before left that was killed is
+    removed first.
 
     Args:
         out: Where it appears.
@@ -65,9 +69,10 @@ def written_whole(
     Collective: none.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        made = Path(temporary, "made")
-        made.mkdir(mode=_OPEN)
+    _remove_left_overs(out)
+    with _locked_folder(out) as temporary:
+        made = temporary / "made"
+        made.mkdir()
         yield made
         if not out.exists():
             os.rename(made, out)
@@ -79,3 +84,36 @@ def written_whole(
             if target.is_dir():
                 shutil.rmtree(target)
             os.replace(source, target)
+
+
+@contextmanager
+def _locked_folder(out: Path) -> Iterator[Path]:
+    """Make a hidden folder beside a target and hold its lock; remove it at the end."""
+    folder = out.parent / converted_name(out.name, os.urandom(8).hex())
+    folder.mkdir()
+    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_WRONLY)
+    try:
+        # A file system without locks has none that another process could take either.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_left_overs(out: Path) -> None:
+    """Remove hidden folders of this target that no process writes any more."""
+    for folder in out.parent.glob(converted_name(glob.escape(out.name), "*")):
+        try:
+            descriptor = os.open(folder / _LOCK, os.O_WRONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # It is being written, or nobody can tell.
+            continue
+        finally:
+            os.close(descriptor)

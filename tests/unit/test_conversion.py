@@ -164,6 +164,14 @@ def test_a_fresh_process_needs_neither_torch_nor_transformers(tmp_path):
     assert done.stdout == "[]\n"
 
 
+def test_what_is_copied_as_it_lies_needs_no_numpy_either(tmp_path):
+    source = write_dcp(tmp_path / "dcp", values(SHAPES))
+    code = "import sys, distft; distft.consolidate(*sys.argv[1:]); print('numpy' in sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", code, source, tmp_path / "out"]
+    done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
 # ---- resharding ---------------------------------------------------------------------------------
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from distft.checkpoint.casts import CASTABLE, cast_bytes
+from distft.checkpoint.casts import cast_bytes
 from distft.checkpoint.copy import Budget, check_disk, copy_outputs, make_files, whole
 from distft.checkpoint.memory import parse_bytes, peak_bytes
-from distft.checkpoint.shards import LogicalTensor, Piece
+from distft.checkpoint.shards import CASTABLE, LogicalTensor, Piece
 from distft.checkpoint.stream import Stream
 
 
@@ -36,7 +36,7 @@ def test_a_cast_rounds_as_torch_does(source, target):
     numbers = bit_patterns(getattr(torch, source))
     expected = numbers.to(getattr(torch, target))
     made = np.empty(expected.nbytes, np.uint8)
-    cast_bytes(source, target)(raw(numbers), made)
+    cast_bytes(source, target)(raw(numbers).data, made.data)
     found = torch.from_numpy(made).view(expected.dtype)
     finite = ~expected.isnan()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.itemsize]
@@ -105,6 +105,16 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(tmp_path):
     with pytest.raises(ValueError, match=r"needs 1000000000000000 bytes, and its disk has \d+"):
         check_disk(tmp_path / "new" / "model", 10**15)
     assert not (tmp_path / "new").exists()
+
+
+def test_room_for_a_large_file_is_reserved_and_a_disk_without_it_says_so_at_once(tmp_path):
+    make_files(tmp_path, {"large": 20_000_000}, {"large": b"head"})
+    found = (tmp_path / "large").stat()
+    assert found.st_size == 20_000_000
+    # Of a file that only has its size, one block would be there.
+    assert found.st_blocks * 512 >= 20_000_000
+    with pytest.raises(OSError, match=r"No space left|File too large"):
+        make_files(tmp_path, {"huge": 1 << 50}, {})
 
 
 def test_a_tensor_of_64_mb_is_copied_in_a_few(tmp_path):
