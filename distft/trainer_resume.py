@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from distft.checkpoint.folder import complete_below, read_manifest
-from distft.process_group import from_rank0, together
+from distft.process_group import from_rank0, group_rank, together
 from distft.trainer_progress import Progress
 
 logger = logging.getLogger("distft")
@@ -44,6 +44,7 @@ def checkpoint_to_resume(asked: Any, args: Any) -> str | None:
 
     Collective: every rank.
     """
+    _warn_of_shared_store()
     with together():
         # The first rank's view of the folder is everybody's.
         chosen = _choose(asked, args)
@@ -73,6 +74,18 @@ def _choose(asked: Any, args: Any) -> Path | None:
             "from the latest, or another output_dir, or move them away."
         )
     return found
+
+
+def _warn_of_shared_store() -> None:
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts and shared and group_rank() == 0:
+        logger.warning(
+            "torchrun may restart these ranks %d times, and torch keeps one store for all of them, "
+            "in which new ranks find the addresses of dead ones and wait for them. Start torchrun "
+            "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.",
+            restarts,
+        )
 
 
 def _is_of_this_job(folder: Path) -> bool:
