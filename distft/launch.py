@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m distft.launch", description="Run a script on the ranks of one machine."
+        prog="python -m distft.launch",
+        description="Run a script on the ranks of one machine.",
+        # The script's own options may begin as ours do.
+        allow_abbrev=False,
     )
     parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
     parser.add_argument("script", help="Python file")

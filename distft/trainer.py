@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -23,8 +22,16 @@ from distft.checkpoint.folder import read_manifest
 from distft.checkpoint.randomness import random_state, set_random_state
 from distft.process_group import group_rank, init, together
 from distft.strategies.base import Strategy
-from distft.trainer_arguments import check_arguments, check_objects, strategy_of
+from distft.trainer_arguments import (
+    check_arguments,
+    check_kind,
+    check_objects,
+    check_rows,
+    strategy_of,
+)
 from distft.trainer_data import LastRound, SeededOrder, filled_batches
+from distft.trainer_metrics import WeighedMeans
+from distft.trainer_model import save_model_alone
 from distft.trainer_preemption import SaveBeforeTheEnd
 from distft.trainer_progress import Dealing, Progress
 from distft.trainer_resume import EpochsOfARest, checkpoint_to_resume, follow_schedule, launched
@@ -72,6 +79,7 @@ class Trainer(_Base):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         args = SFTConfig() if args is None else args
+        check_kind(args, kwargs)
         check_arguments(args)
         check_objects(optimizers, model, kwargs.get("peft_config"))
         init(seed=args.seed)
@@ -84,6 +92,7 @@ class Trainer(_Base):  # type: ignore[misc]
         self._randomness_after_rows: dict[str, Any] | None = None
         self._progress = Progress(_data_seed(args), args.train_sampling_strategy)
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        self._eval_means = WeighedMeans()
         # Ours takes the place of transformers' callback, which would listen from here on.
         saves_on_signal, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
         super().__init__(model, args, **kwargs)
@@ -91,6 +100,7 @@ class Trainer(_Base):  # type: ignore[misc]
         if saves_on_signal:
             self.add_callback(SaveBeforeTheEnd())
         check_objects((None, None), self.model, None)
+        check_rows(self.train_dataset, kwargs.get("train_dataset"))
         self.callback_handler.callbacks.insert(0, EpochsOfARest(self._progress))
         self._spread()
 
@@ -247,6 +257,8 @@ class Trainer(_Base):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         found = super()._get_train_sampler(train_dataset)
         if self.args.train_sampling_strategy == "group_by_length" and found is not None:
+            # The order of an epoch depends on it, and it on batches and accumulation.
+            found.batch_size = self._progress.group(found.batch_size)
             return SeededOrder(found, _data_seed(self.args))
         return found
 
@@ -295,6 +307,7 @@ class Trainer(_Base):  # type: ignore[misc]
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Return what transformers returns, the loss a mean over the loss tokens of all rows."""
         self._eval_sums.zero_()
+        self._eval_means = WeighedMeans()
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
@@ -304,6 +317,7 @@ class Trainer(_Base):  # type: ignore[misc]
         sums *= float(group_rank() % self.get_tp_size() == 0)
         dist.all_reduce(sums)
         total, count = sums.tolist()
+        self._eval_means.put(self._metrics["eval"])
         key = f"{metric_key_prefix}_loss"
         if count and key in output.metrics:
             output.metrics[key] = total / count
@@ -319,7 +333,13 @@ class Trainer(_Base):  # type: ignore[misc]
         if loss is not None and labels is not None:
             count = float((labels[..., 1:] != -100).sum())
             self._eval_sums += torch.tensor([float(loss) * count if count else 0.0, count])
+            self._eval_means.add(self._metrics["eval"], self._over_ranks(count))
         return loss, logits, found
+
+    def _over_ranks(self, count: float) -> float:
+        """Return the sum of a number over data ranks."""
+        mine = torch.tensor(count, device=self.args.device)
+        return float(self.accelerator.gather(mine.reshape(1)).sum())
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -343,21 +363,7 @@ class Trainer(_Base):  # type: ignore[misc]
         if self._saving_checkpoint:
             self._save_run(out)
             return
-        temporary = out / ".distft-model"
-        with together():
-            if group_rank() == 0:
-                # What a process that was killed in this call left.
-                shutil.rmtree(temporary, ignore_errors=True)
-        self.strategy.save(
-            temporary, self.model_wrapped, self.optimizer, step=self.state.global_step
-        )
-        adapter = "only" if hasattr(self.model, "peft_config") else "keep"
-        try:
-            self.strategy.consolidate(temporary, out, adapter=adapter)
-        finally:
-            with together():
-                if group_rank() == 0:
-                    shutil.rmtree(temporary, ignore_errors=True)
+        save_model_alone(self.strategy, self.model_wrapped, self.optimizer, out)
         with together():
             if group_rank() == 0 and self.processing_class is not None:
                 self.processing_class.save_pretrained(out)

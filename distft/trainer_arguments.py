@@ -80,6 +80,63 @@ def check_arguments(args: SFTConfig) -> None:
         )
 
 
+def check_kind(args: Any, others: Mapping[str, Any]) -> None:
+    """Raise where arguments are another trainer's.
+
+    Args:
+        args: The training arguments.
+        others: The arguments by name that go on to `SFTTrainer`.
+
+    Raises:
+        ValueError: A configuration, an argument or a dataset of DPO or of another trainer.
+
+    Collective: none.
+    """
+    import inspect
+
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    if not isinstance(args, SFTConfig):
+        raise ValueError(
+            f"distft.Trainer(args=...) got a {type(args).__name__}, and trains as TRL's SFTTrainer "
+            "does. Pass an SFTConfig."
+        )
+    known = list(inspect.signature(SFTTrainer.__init__).parameters)[1:]
+    unknown = [name for name in others if name not in known]
+    if unknown:
+        raise ValueError(
+            f"distft.Trainer has no argument {', '.join(unknown)} among SFTTrainer's {len(known)}: "
+            f"{', '.join(known)}. Another trainer's are not known here; leave them out."
+        )
+    columns = getattr(others.get("train_dataset"), "column_names", None) or ()
+    if {"chosen", "rejected"} <= set(columns):
+        raise ValueError(
+            f"distft.Trainer(train_dataset=...) has the columns {', '.join(columns)}, pairs to "
+            "prefer one of, as DPO has them. Keep the answers to be learned in 1 column: "
+            "messages, or prompt and completion."
+        )
+
+
+def check_rows(dataset: Any, given: Any) -> None:
+    """Raise where a dataset has nothing to learn left once it is prepared.
+
+    Args:
+        dataset: The prepared dataset.
+        given: What was passed.
+
+    Raises:
+        ValueError: No row has a loss token.
+
+    Collective: none.
+    """
+    if hasattr(dataset, "__len__") and not len(dataset):
+        raise ValueError(
+            f"distft.Trainer(train_dataset=...) has 0 loss tokens in its {len(given)} rows: each "
+            "is masked, or empty once cut to max_length. Mask fewer tokens, or cut at more."
+        )
+
+
 def strategy_of(strategy: str | Strategy, args: SFTConfig) -> Strategy:
     """Return the strategy with what the arguments say of precision and checkpointing.
 

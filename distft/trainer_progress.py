@@ -107,6 +107,16 @@ class Progress:
     def begin(self, step: int, saved: Mapping[str, Any] | None, ranks: int = 0) -> None:
         """Start from the beginning, or from what a checkpoint of some data ranks says."""
         self._start, self._step, self._saved, self._ranks = Position(), step, saved, ranks
+        self._group: int | None = None
+
+    def group(self, size: int) -> int:
+        """Return how many rows are ordered by length together: the number of the run's beginning.
+
+        Args:
+            size: The number without a run before.
+        """
+        self._group = int((self._saved or {}).get("group", size))
+        return self._group
 
     def to_json(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of this step has to say."""
@@ -114,7 +124,8 @@ class Progress:
             return {}
         here = self.position(step)
         rows = {"epoch": here.epoch, "row": here.row, "num_rows": self.dealing.num_rows}
-        return {**rows, **self._order}
+        group = {} if self._group is None else {"group": self._group}
+        return {**rows, **group, **self._order}
 
     def deal(self, dealing: Dealing | None, rows_per_step: int, ranks: int, skip: bool) -> int:
         """Say how rows are dealt from here on; return by how many steps the run is ahead.

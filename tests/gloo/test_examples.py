@@ -26,6 +26,17 @@ def launch(example: str, folder: Path, *options: str) -> str:
     return done.stdout
 
 
+def alone(example: str, folder: Path, *options: str) -> str:
+    """Run an example in one process and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / example), *options],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_sft_trains_goes_on_and_publishes_an_adapter(tmp_path):
     model = tmp_path / "model"
     tiny_model("L").save_pretrained(model)
@@ -37,3 +48,18 @@ def test_sft_trains_goes_on_and_publishes_an_adapter(tmp_path):
     run = tmp_path / "runs" / "sft"
     assert distft.latest(run) == run / "checkpoint-3"
     assert (run / "model" / "adapter_model.safetensors").is_file()
+
+    # 6 of 22 rows in 3 steps of 2; then 16 rows in 4 steps of 4.
+    elsewhere = ("--checkpoints", str(run), "--strategy", "ddp", "--batch", "2")
+    printed = launch("resume_elsewhere.py", tmp_path, *common, *elsewhere)
+    assert "checkpoint-3: distft" in printed
+    assert distft.latest(tmp_path / "runs" / "elsewhere").name == "checkpoint-7"
+
+    for options in (
+        ["merged", "--adapter", "merge"],
+        ["on-3", "--to", "fsdp2"],
+        ["dcp", "--to", "dcp"],
+    ):
+        alone("convert.py", tmp_path, str(run / "checkpoint-3"), *options)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert distft.latest(tmp_path) == tmp_path / "on-3"

@@ -79,6 +79,16 @@ def test_a_run_that_changed_its_steps_goes_on_bit_by_bit_from_the_middle_of_the_
     assert logged(second)[-2:] == logged(first)[-2:]
 
 
+def test_rows_in_groups_of_a_length_keep_their_order_too(pools, tmp_path):
+    grouped = {"train_sampling_strategy": "group_by_length", "save_steps": 2}
+    first = {**batches(2, 2), **grouped, "max_steps": 2}
+    begun = in_order(pools(2).run(rows_of_steps, tmp_path / "a", DDP(), first))
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    second = {**batches(3, 1), **grouped, "max_steps": 4}
+    rest = in_order(pools(1).run(rows_of_steps, tmp_path / "b", DDP(), second, checkpoint))
+    assert len({*begun, *rest}) == ROWS == len(begun) + len(rest)
+
+
 def test_another_dataset_or_order_is_refused(pools, tmp_path, begun):
     checkpoint, _ = begun
     with pytest.raises(RuntimeError, match=r"had seed 3 and this one has 4.*ignore_data_skip"):

@@ -52,6 +52,8 @@ def arguments(folder: Path, **changes: Any) -> Any:
             "report_to": [],
             "use_cpu": True,
             "bf16": False,
+            # Without it the rows' masks are not read.
+            "completion_only_loss": True,
             "disable_tqdm": True,
             "seed": 3,
             **changes,
@@ -59,7 +61,13 @@ def arguments(folder: Path, **changes: Any) -> Any:
     )
 
 
-def train_plainly(folder: Path, model: str, changes: dict[str, Any], lora: Any = None) -> Any:
+def train_plainly(
+    folder: Path,
+    model: str,
+    changes: dict[str, Any],
+    lora: Any = None,
+    data: dict[str, Any] | None = None,
+) -> Any:
     """Return the log of TRL's own trainer in one process."""
     import os
 
@@ -72,7 +80,7 @@ def train_plainly(folder: Path, model: str, changes: dict[str, Any], lora: Any =
     trainer = SFTTrainer(
         tiny_model(model),
         arguments(folder, **changes),
-        train_dataset=rows(),
+        train_dataset=rows(**data or {}),
         eval_dataset=rows(11, seed=1),
         processing_class=tokenizer(),
         peft_config=lora,
@@ -81,7 +89,14 @@ def train_plainly(folder: Path, model: str, changes: dict[str, Any], lora: Any =
     return trainer.state.log_history
 
 
-def trainer(folder: Path, strategy: Any, model: str, changes: dict[str, Any], config: Any) -> Any:
+def trainer(
+    folder: Path,
+    strategy: Any,
+    model: str,
+    changes: dict[str, Any],
+    config: Any,
+    data: dict[str, Any] | None = None,
+) -> Any:
     """Return a trainer under a strategy."""
     import distft
     from distft.testing import tiny_model
@@ -90,7 +105,7 @@ def trainer(folder: Path, strategy: Any, model: str, changes: dict[str, Any], co
         tiny_model(model),
         arguments(folder, **changes),
         strategy=strategy,
-        train_dataset=rows(),
+        train_dataset=rows(**data or {}),
         eval_dataset=rows(11, seed=1),
         processing_class=tokenizer(),
         peft_config=config,
@@ -98,10 +113,15 @@ def trainer(folder: Path, strategy: Any, model: str, changes: dict[str, Any], co
 
 
 def train(
-    folder: Path, strategy: Any, model: str, changes: dict[str, Any], config: Any = None
+    folder: Path,
+    strategy: Any,
+    model: str,
+    changes: dict[str, Any],
+    config: Any = None,
+    data: dict[str, Any] | None = None,
 ) -> Any:
     """Return the log of a run under a strategy."""
-    running = trainer(folder, strategy, model, changes, config)
+    running = trainer(folder, strategy, model, changes, config, data)
     running.train()
     return running.state.log_history
 

@@ -9,7 +9,13 @@ import os
 import pytest
 
 import distft
-from distft.trainer_arguments import REFUSED, check_arguments, check_objects, strategy_of
+from distft.trainer_arguments import (
+    REFUSED,
+    check_arguments,
+    check_kind,
+    check_objects,
+    strategy_of,
+)
 
 trl = pytest.importorskip("trl")
 # TRL sets a field of transformers by its old name.
@@ -130,6 +136,29 @@ def test_adapters_on_a_model_that_is_spread_already_are_refused():
     check_objects((None, None), model, None)
     with pytest.raises(ValueError, match=r"spread already.*Pass peft_config to load_model"):
         check_objects((None, None), model, LoraConfig())
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"ref_model": None, "beta": 0.1}, r"no argument ref_model, beta among SFTTrainer's"),
+        ({"train_dataset": {"prompt": [], "chosen": [], "rejected": []}}, r"as DPO has them"),
+    ],
+)
+def test_arguments_of_another_trainer_are_refused(args, others, said):
+    from datasets import Dataset
+
+    if "train_dataset" in others:
+        others = {"train_dataset": Dataset.from_dict(others["train_dataset"])}
+    check_kind(args, {"processing_class": None})
+    with pytest.raises(ValueError, match=said):
+        check_kind(args, others)
+
+
+def test_a_configuration_of_another_trainer_is_refused(args, tmp_path):
+    other = trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"got a DPOConfig.*Pass an SFTConfig"):
+        distft.Trainer(None, other)
 
 
 def test_what_the_trainer_replaces_is_there_upstream():
