@@ -87,3 +87,4 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/load.py", env=CPU)
     session.run("python", "benchmarks/chunks.py", env=CPU)
     session.run("python", "benchmarks/step.py", *session.posargs, env=CPU)
+    session.run("python", "benchmarks/trainer.py", env=CPU)

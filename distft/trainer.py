@@ -284,6 +284,10 @@ class Trainer(_Base):  # type: ignore[misc]
         return found if self._progress.dealing is None else (self._progress.start.epoch, 0)
 
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            # A job may be restarted after its last step; transformers would make one more.
+            self.control.should_training_stop = True
+            return
         batches, dealing = filled_batches(train_dataloader), self._progress.dealing
         if batches is not None and dealing is not None:
             row = self._progress.enter(epoch, self.state.global_step)

@@ -61,6 +61,12 @@ def check_arguments(args: SFTConfig) -> None:
             raise ValueError(
                 f"distft.Trainer(args=accelerator_config {name}=True): {reason}. Leave it out."
             )
+    if not getattr(args.accelerator_config, "use_seedable_sampler", True):
+        raise ValueError(
+            "distft.Trainer(args=accelerator_config use_seedable_sampler=False): each start would "
+            "draw 1 order of its own, and no run could go on with the rest of another. Leave it "
+            "out."
+        )
     if not args.average_tokens_across_devices:
         raise ValueError(
             "distft.Trainer(args=average_tokens_across_devices=False) would be a mean of the "

@@ -77,6 +77,11 @@ def test_a_run_that_changed_its_steps_goes_on_bit_by_bit_from_the_middle_of_the_
     second = pools(1).run(rows_of_steps, tmp_path / "b", DDP(), changes, middle)
     assert in_order(second) == order[20:24]
     assert logged(second)[-2:] == logged(first)[-2:]
+    # A job that is started again after its last step makes no more.
+    done = {**changes, "max_steps": 4}
+    third = pools(1).run(rows_of_steps, tmp_path / "c", DDP(), done, middle)
+    assert in_order(third) == []
+    assert logged(third) == logged(first)[:4]
 
 
 def test_rows_in_groups_of_a_length_keep_their_order_too(pools, tmp_path):

@@ -102,6 +102,10 @@ def test_a_mean_of_means_and_other_dealers_of_rows_are_refused(args):
     with pytest.raises(ValueError, match="split_batches=True"):
         check_arguments(args)
     args.accelerator_config.split_batches = False
+    args.accelerator_config.use_seedable_sampler = False
+    with pytest.raises(ValueError, match="use_seedable_sampler=False"):
+        check_arguments(args)
+    args.accelerator_config.use_seedable_sampler = True
     args.train_sampling_strategy = "batch_rebalance"
     with pytest.raises(ValueError, match="batch_rebalance"):
         check_arguments(args)
