@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--changes", type=json.loads, default={})
-    parser.add_argument("--pause-at", type=int, default=-1, help="a rank that PAUSES waits there")
+    parser.add_argument("--pause-at", type=int, default=-1, help="ranks wait PAUSES seconds there")
     parser.add_argument("--from-pretrained", action="store_true")
     options = parser.parse_args()
 
@@ -41,7 +41,7 @@ def main() -> None:
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == options.pause_at and os.environ.get("PAUSES"):
                 (options.folder / "waits").write_text(str(os.getpid()))
-                time.sleep(600)
+                time.sleep(float(os.environ["PAUSES"]))
 
     trainer = distft.Trainer(
         model,

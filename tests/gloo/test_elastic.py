@@ -1,4 +1,4 @@
-"""Jobs that torchrun restarts on fewer ranks go on by themselves."""
+"""Jobs that torchrun restarts on fewer ranks go on by themselves; a launcher's SIGTERM saves."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_two_of_three_agents_go_on_with_the_exact_rest(pools, tmp_path, agents):
     # The first one has the store, through which the others find each other.
     first = start()
     wait_until(lambda: listens(port), "the first agent")
-    second, third = start(), start(PAUSES="1")
+    second, third = start(), start(PAUSES="600")
     wait_until((tmp_path / "run" / "waits").is_file, "step 4 on three ranks")
     rank = int((tmp_path / "run" / "waits").read_text())
     third.kill()
@@ -119,3 +119,26 @@ def test_two_of_three_agents_go_on_with_the_exact_rest(pools, tmp_path, agents):
     assert ours[2:] == [pytest.approx(entry, rel=1e-6) for entry in theirs[2:]]
     # 12 of 22 rows by three ranks; then 4, 4 and 2, and three steps of the next epoch.
     assert [entry["epoch"] for entry in ours[3:6]] == pytest.approx([20 / 22, 1, 1 + 4 / 24])
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_told_to_end_has_its_ranks_save_first(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    changes = {**CHANGES, "save_strategy": "no", "enable_jit_checkpoint": True}
+    command = [
+        sys.executable, "-m", "distft.launch", "--nproc", "2", str(SCRIPT), str(run),
+        "--strategy", "ddp", "--changes", json.dumps(changes), "--pause-at", "3",
+    ]  # fmt: skip
+    root = str(SCRIPT.parents[2])
+    environment = {**os.environ, **ENVIRONMENT, "PAUSES": "5", "PYTHONPATH": root}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        wait_until((run / "waits").is_file, "step 4 on two ranks")
+        process.terminate()
+        assert process.wait(SECONDS) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    # The step at hand was made, and nothing after it.
+    assert distft.latest(run).name == "checkpoint-4"

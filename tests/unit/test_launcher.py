@@ -111,3 +111,27 @@ def test_auto_without_a_launchers_word_and_without_a_gpu_is_ddp():
     env = dict.fromkeys(FLAGS, "true")
     take_over(env)
     assert env == {}
+
+
+def test_auto_on_gpus_is_the_planners_best_for_model_and_load(monkeypatch, launched):
+    from transformers import LlamaConfig
+
+    from distft.topology import Cluster
+    from distft.trainer_strategy import _best
+
+    launched({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"})
+    monkeypatch.setattr(Cluster, "detect", lambda: Cluster.preset("8xH100-SXM"))
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+    args = arguments(per_device_train_batch_size=1, max_length=4096, activation_checkpointing=True)
+    args.bf16 = True
+    name, fields = _best(args, SimpleNamespace(config=config), None)
+    # 8 billion parameters with AdamW are 128 GB of state, more than one GPU has.
+    assert name in ("zero3", "fsdp2", "zero2")
+    assert fields["precision"] == "bf16-mixed"
+    assert distft.strategy(name, **fields).activation_checkpointing
+    launched({"WORLD_SIZE": "16"})
+    with pytest.raises(ValueError, match="plans for 1 machine, and there are 2"):
+        _best(args, SimpleNamespace(config=config), None)
