@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from distft.checkpoint.pretrained import load_model as load_model
     from distft.checkpoint.verify import Verification as Verification
     from distft.checkpoint.verify import verify as verify
+    from distft.diagnose.certificate import Certificate as Certificate
+    from distft.diagnose.parity import parity as parity
     from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
     from distft.peft import load_adapter as load_adapter
     from distft.planner import Plan as Plan
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Adoption": "distft.checkpoint.adopt",
+    "Certificate": "distft.diagnose.certificate",
     "Cluster": "distft.topology.cluster",
     "DDP": "distft.strategies.ddp",
     "EP": "distft.strategies.parallel",
@@ -80,6 +83,7 @@ _HOMES = {
     "latest": "distft.checkpoint.folder",
     "load_adapter": "distft.peft",
     "load_model": "distft.checkpoint.pretrained",
+    "parity": "distft.diagnose.parity",
     "plan": "distft.planner",
     "reshard": "distft.strategies.resharding",
     "strategy": "distft.strategies.by_name",

@@ -201,6 +201,12 @@ def _add_plan(commands: Any) -> None:
     command.set_defaults(run=_plan)
 
 
+def _add_parity(commands: Any) -> None:
+    from distft.diagnose.command import add_parity
+
+    add_parity(commands)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from distft.planner import plan
     from distft.spec import Workload
@@ -437,6 +443,7 @@ _COMMANDS: dict[str, Callable[[Any], None]] = {
     "topo": _add_topo,
     "bench-collectives": _add_bench_collectives,
     "plan": _add_plan,
+    "parity": _add_parity,
 }
 
 if __name__ == "__main__":

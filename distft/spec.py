@@ -119,7 +119,7 @@ class ModelSpec:
         >>> ModelSpec.from_config({**config, "num_key_value_heads": 8}).total_params
         8030261248
         """
-        values = _config_values(config)
+        values = config_values(config)
         if values.get("model_type") not in FAMILIES and hasattr(config, "to_dict"):
             return cls._from_meta_device(config)
         decoder = Decoder.from_values(values)
@@ -484,7 +484,14 @@ def _shares_parameters(model: Any, path: str) -> bool:
     )
 
 
-def _config_values(config: Any) -> Mapping[str, Any]:
+def config_values(config: Any) -> Mapping[str, Any]:
+    """Return the values of a configuration, a dict, a folder's config.json or a preset.
+
+    Raises:
+        ValueError: It is none of these.
+
+    Collective: none.
+    """
     if isinstance(config, Mapping):
         return config
     if isinstance(config, (str, os.PathLike)):

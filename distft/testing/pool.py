@@ -17,6 +17,9 @@ from typing import Any
 
 PRELOADED = ("torch", "torch.distributed.tensor", "transformers", "distft.testing.preload")
 
+# What is said of a rank that is no longer there.
+GONE = "The rank's process ended."
+
 
 class RanksFailed(RuntimeError):
     """A function raised on at least one rank; the message holds the first one's traceback.
@@ -139,7 +142,7 @@ class WorkerPool:
             return pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             self._lost_a_rank = True
-            return (False, (RuntimeError("The rank's process ended."), "The rank's process ended."))
+            return (False, (RuntimeError(GONE), GONE))
 
     def _start(self) -> None:
         self._starts += 1

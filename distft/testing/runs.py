@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distft.testing.compare import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    absolute,
+    compare_numbers,
+    compare_tensors,
+    relative,
+)
 from distft.testing.models import tiny_batches, tiny_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from distft.strategies.base import Strategy
-
-# fp32 against one process with the same micro-batches: what rounding alone can do.
-LOSS_TOLERANCE = 1e-6
-NORM_TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-5
+    from distft.training.step import CountFunction, LossFunction
 
 # Rows of unequal loss tokens, so that a mean of means is visibly wrong.
 LOSS_TOKENS = (3, 11, 7, 2, 5, 9, 1, 13, 4, 8, 6, 10)
@@ -141,10 +146,14 @@ def step_by_pieces(
     optimizer: Any,
     batches: Sequence[Mapping[str, Any]],
     max_norm: float | None,
+    loss_fn: LossFunction | None = None,
+    count_fn: CountFunction | None = None,
+    clipped: dict[str, Tensor] | None = None,
 ) -> tuple[float, float, dict[str, Tensor]]:
     """Make a step of a strategy's pieces, as a loop of one's own would: loss, norm, gradients.
 
-    Every rank needs the same number of batches here.
+    Every rank needs the same number of batches here. The loss is without a router's own, and
+    gradients as they are after clipping go into ``clipped``.
 
     Collective: every rank.
     """
@@ -153,25 +162,41 @@ def step_by_pieces(
     import torch
     import torch.distributed as dist
 
-    from distft.training.loss import next_token_loss
+    from distft.training.loss import next_token_loss, router_losses
 
-    num_tokens = strategy.count_loss_tokens(batches)
+    num_tokens = strategy.count_loss_tokens(batches, count_fn)
     optimizer.zero_grad()
     shares = []
-    for index, batch in enumerate(batches):
-        more = index < len(batches) - 1
-        with strategy.no_sync(model) if more else nullcontext():
-            share = next_token_loss(model, batch) / num_tokens
-            strategy.backward(share)
-        shares.append(share.detach())
+    with router_losses(model) as routers:
+        for index, batch in enumerate(batches):
+            more = index < len(batches) - 1
+            with strategy.no_sync(model) if more else nullcontext():
+                share = (loss_fn or next_token_loss)(model, batch) / num_tokens
+                router = router_share(model, routers, len(batches) * strategy.dp_size)
+                strategy.backward(share + router)
+            shares.append(share.detach())
     gradients = strategy.gather_gradients(model)
     norm = strategy.clip_grad_norm_(model, max_norm)
+    if clipped is not None:
+        clipped |= strategy.gather_gradients(model)
     optimizer.step()
     loss = torch.stack(shares).sum()
     # Ranks of a tp group work on the same rows and have the same loss.
     loss *= float(dist.get_rank() % strategy.mesh().tp == 0)
     dist.all_reduce(loss)
     return float(loss), norm, gradients
+
+
+def router_share(model: nn.Module, routers: list[Tensor], num_micro_batches: int) -> Any:
+    """Return the last pass's share of the router's own loss, 0 for a model without one.
+
+    Collective: none.
+    """
+    from distft.training.loss import router_coefficient
+
+    if not routers:
+        return 0.0
+    return router_coefficient(model) * routers[-1] / num_micro_batches
 
 
 def differences(found: TrainingRecord, expected: TrainingRecord) -> list[str]:
@@ -182,48 +207,12 @@ def differences(found: TrainingRecord, expected: TrainingRecord) -> list[str]:
 
     Collective: none.
     """
-    lines: list[str] = []
-    _compare_tensors(
-        "gradient", found.gradients, expected.gradients, _relative, GRADIENT_TOLERANCE, lines
-    )
-    _compare_numbers("norm", found.norms, expected.norms, NORM_TOLERANCE, lines)
-    _compare_numbers("loss", found.losses, expected.losses, LOSS_TOLERANCE, lines)
-    _compare_tensors("weight", found.weights, expected.weights, _absolute, WEIGHT_TOLERANCE, lines)
-    return lines
-
-
-def _compare_numbers(
-    what: str, found: list[float], expected: list[float], tolerance: float, lines: list[str]
-) -> None:
-    for step, (mine, reference) in enumerate(zip(found, expected, strict=True)):
-        error = abs(mine - reference) / max(abs(reference), 1e-30)
-        if not error <= tolerance:
-            lines.append(f"{what} of step {step}: {mine} against {reference} ({error:.1e} off)")
-
-
-def _compare_tensors(
-    what: str,
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    distance: Callable[[Tensor, Tensor], float],
-    tolerance: float,
-    lines: list[str],
-) -> None:
-    if set(found) != set(expected):
-        lines.append(f"{what}s of {sorted(set(found) ^ set(expected))} are on one side only")
-    for name in sorted(set(found) & set(expected)):
-        if found[name].shape != expected[name].shape:
-            lines.append(f"{what} {name}: {found[name].shape} against {expected[name].shape}")
-            continue
-        error = distance(found[name], expected[name])
-        if not error <= tolerance:
-            lines.append(f"{what} {name}: {error:.1e} off")
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    scale = float(expected.norm())
-    return float((found - expected).norm()) / (scale if scale else 1.0)
-
-
-def _absolute(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max()) if expected.numel() else 0.0
+    gaps = {
+        "gradient": compare_tensors(
+            found.gradients, expected.gradients, relative, GRADIENT_TOLERANCE
+        ),
+        "norm": compare_numbers(found.norms, expected.norms, NORM_TOLERANCE),
+        "loss": compare_numbers(found.losses, expected.losses, LOSS_TOLERANCE),
+        "weight": compare_tensors(found.weights, expected.weights, absolute, WEIGHT_TOLERANCE),
+    }
+    return [f"{what} {gap}" for what, each in gaps.items() for gap in each if gap.differs]

@@ -1,0 +1,81 @@
+"""The command and the fixture of parity, in a repository of somebody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PLUGIN = "distft.testing.pytest_plugin"
+ROOT = Path(__file__).parents[2]
+TESTS = """
+from distft import DDP, EP, FSDP2
+from distft.testing import tiny_model
+
+
+def build_model():
+    return tiny_model("L")
+
+
+class Averages(DDP):
+    def _backward(self, loss):
+        super()._backward(loss / self.dp_size)
+
+
+def test_my_model_trains_alike(distft_parity):
+    certificate = distft_parity(build_model, [DDP(), FSDP2()])
+    assert certificate.model == "LlamaForCausalLM"
+
+
+def test_a_fault(distft_parity):
+    distft_parity(build_model, [Averages()])
+
+
+def test_nothing_applies(distft_parity):
+    distft_parity(build_model, [EP()])
+"""
+
+
+def test_the_fixture_passes_and_fails_with_what_differs(tmp_path):
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", "-rf"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "2 failed, 1 passed" in run.stdout, run.stdout + run.stderr
+    assert "gradient of model.embed_tokens.weight at step 0 is" in run.stdout
+    assert "EP(): not applicable" in run.stdout
+
+
+def test_the_command_prints_one_json_object_and_its_exit_code_is_the_verdict(tmp_path):
+    code = "from distft.testing import tiny_model\n\n\ndef build():\n    return tiny_model('L')\n"
+    (tmp_path / "mine.py").write_text(code)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    page = tmp_path / "parity.md"
+    outs = []
+    for names, expected in ((["ddp", "fsdp2"], 0), (["ep"], 1)):
+        run = subprocess.run(
+            [sys.executable, "-m", "distft", "parity", "mine:build", "--strategies", *names,
+             "--world-size", "2", "--tuning", "lora", "--lora-rank", "2", "--markdown", page,
+             "--json"],
+            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert run.returncode == expected, run.stdout + run.stderr
+        outs.append(json.loads(run.stdout))
+    assert [result["status"] for result in outs[0]["results"]] == ["passed", "passed"]
+    assert outs[1]["results"][0]["reason"]
+    assert page.read_text().startswith("# Parity of LlamaForCausalLM: FAILED")
+
+
+def test_pytest_finds_the_plugin_by_its_entry_point():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
