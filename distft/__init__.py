@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from distft.checkpoint.inspection import Inspection as Inspection
     from distft.checkpoint.inspection import inspect as inspect
     from distft.checkpoint.pretrained import load_model as load_model
+    from distft.checkpoint.serving import export_adapter as export_adapter
     from distft.checkpoint.verify import Verification as Verification
     from distft.checkpoint.verify import verify as verify
     from distft.diagnose.certificate import Certificate as Certificate
     from distft.diagnose.parity import parity as parity
+    from distft.expert_lora import moe_lora as moe_lora
     from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
     from distft.peft import load_adapter as load_adapter
     from distft.planner import Plan as Plan
@@ -78,11 +80,13 @@ _HOMES = {
     "consolidate": "distft.checkpoint.consolidation",
     "convert": "distft.checkpoint.conversion",
     "diff": "distft.checkpoint.difference",
+    "export_adapter": "distft.checkpoint.serving",
     "init": "distft.process_group",
     "inspect": "distft.checkpoint.inspection",
     "latest": "distft.checkpoint.folder",
     "load_adapter": "distft.peft",
     "load_model": "distft.checkpoint.pretrained",
+    "moe_lora": "distft.expert_lora",
     "parity": "distft.diagnose.parity",
     "plan": "distft.planner",
     "reshard": "distft.strategies.resharding",

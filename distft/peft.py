@@ -71,11 +71,14 @@ def attach_adapters(
     import torch
     from peft import LoraConfig, get_peft_model
 
+    from distft.expert_lora import check_dropout, patterns_of_parameters
+
     if not isinstance(peft_config, LoraConfig):
         raise ValueError(
             f"peft_config=... takes a peft.LoraConfig, and got a "
             f"{type(peft_config).__name__}. Other adapters have not been shown to be right here."
         )
+    check_dropout(peft_config.target_parameters, peft_config.lora_dropout)
     adapters = adapter_names(model)
     if is_peft(model) or adapters:
         raise ValueError(
@@ -84,7 +87,7 @@ def attach_adapters(
         )
     # PEFT writes into the config it gets. What it draws itself (of base weights, for some
     # initial values) must not depend on how far this rank's generator has come.
-    with torch.random.fork_rng(devices=[]), _quiet():
+    with torch.random.fork_rng(devices=[]), _quiet(), patterns_of_parameters(peft_config):
         torch.manual_seed(seed)
         made: nn.Module = get_peft_model(model, copy.deepcopy(peft_config))
     if prepare is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.pretrained import loaded_by
+from distft.expert_lora import check_dropout
 from distft.strategies.base import Strategy
 from distft.strategies.by_name import strategy as by_name
 
@@ -174,7 +175,8 @@ def check_objects(optimizers: tuple[Any, Any], model: Any, peft_config: Any) -> 
     """Raise where objects were built that sharding would leave behind.
 
     Raises:
-        ValueError: An optimizer or scheduler that is there already, or quantized weights.
+        ValueError: An optimizer or scheduler that is there already, quantized weights, or
+            dropout on adapters of parameters.
 
     Collective: none.
     """
@@ -185,6 +187,9 @@ def check_objects(optimizers: tuple[Any, Any], model: Any, peft_config: Any) -> 
             "sharded: it would train tensors that are gone. Pass "
             "optimizer_cls_and_kwargs=(AdamW, {'lr': 1e-4}) and lr_scheduler_type."
         )
+    check_dropout(
+        getattr(peft_config, "target_parameters", None), getattr(peft_config, "lora_dropout", None)
+    )
     if peft_config is not None and loaded_by(model) is not None:
         raise ValueError(
             "distft.Trainer(peft_config=...) got a model that load_model() has spread already: "

@@ -60,13 +60,13 @@ def write_sums(
     # A whole row fits, of the wider dtype.
     buffer_bytes = max(BUFFER_BYTES, columns * 8)
     with Stream(root, buffer_bytes) as stream, OpenFiles(os.O_WRONLY) as files:
-        pair: _Pair | None = None
+        pair: FactorPair | None = None
         for output in outputs:
             change = merge.changes[output.tensor.name]
             if pair is None or pair.b_of is not change.b:
                 # The factors of before go first.
                 pair = None
-                pair = _Pair.read(merge.root, change)
+                pair = FactorPair.read(merge.root, change)
             descriptor = files.descriptor(folder / output.file)
             _write_sum(stream, descriptor, output, change, pair, advance)
 
@@ -76,7 +76,7 @@ def _write_sum(
     descriptor: int,
     output: Output,
     change: Change,
-    pair: _Pair,
+    pair: FactorPair,
     advance: Callable[[int], None],
 ) -> None:
     tensor, columns = output.tensor, change.columns
@@ -97,7 +97,7 @@ def _write_sum(
 
 
 @dataclass(frozen=True)
-class _Pair:
+class FactorPair:
     """Both factors in memory, fp32, A as (experts, r, in) and B as (out, r, experts)."""
 
     b_of: LogicalTensor
@@ -105,11 +105,12 @@ class _Pair:
     b: NDArray[np.float32]
 
     @classmethod
-    def read(cls, root: Path, change: Change) -> _Pair:
-        b = _whole(root, change.b)
+    def read(cls, root: Path, change: Change) -> FactorPair:
+        """Return the factors of a change of an adapter in a folder."""
+        b = read_whole(root, change.b)
         if change.a is None:
             return cls(change.b, np.ones((1, 1, 1), np.float32), b.reshape(-1, 1, 1))
-        a = _whole(root, change.a).reshape(change.experts, -1, change.a.shape[1])
+        a = read_whole(root, change.a).reshape(change.experts, -1, change.a.shape[1])
         return cls(change.b, a, b.reshape(len(b), -1, change.experts))
 
     def add(self, change: Change, row: int, rows: NDArray[Any]) -> None:
@@ -126,7 +127,11 @@ class _Pair:
             done += many
 
 
-def _whole(root: Path, tensor: LogicalTensor) -> NDArray[np.float32]:
+def read_whole(root: Path, tensor: LogicalTensor) -> NDArray[np.float32]:
+    """Return all of a small tensor in fp32.
+
+    Collective: none.
+    """
     made = np.empty(tensor.num_elements, np.float32)
     with Stream(root, BUFFER_BYTES) as stream:
         for first, window in stream.windows(tensor, "float32"):
