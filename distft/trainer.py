@@ -20,6 +20,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from distft._hf_trainer import StrategyAccelerator, leave_out_update
 from distft.checkpoint.folder import read_manifest
 from distft.checkpoint.randomness import random_state, set_random_state
+from distft.expert_lora import patterns_of_parameters
 from distft.process_group import group_rank, init, together
 from distft.strategies.base import Strategy
 from distft.trainer_arguments import (
@@ -29,13 +30,25 @@ from distft.trainer_arguments import (
     check_rows,
     strategy_of,
 )
-from distft.trainer_data import LastRound, SeededOrder, filled_batches
+from distft.trainer_data import (
+    LastRound,
+    SeededOrder,
+    filled_batches,
+    is_in_rows,
+    without_filling_rows,
+)
+from distft.trainer_log import RunMetrics
 from distft.trainer_metrics import WeighedMeans
 from distft.trainer_model import save_model_alone
 from distft.trainer_preemption import SaveBeforeTheEnd
 from distft.trainer_progress import Dealing, Progress
+from distft.trainer_report import write_report
 from distft.trainer_resume import EpochsOfARest, checkpoint_to_resume, follow_schedule, launched
+from distft.trainer_router import real_router_losses
+from distft.trainer_smoke import SmokeTest
 from distft.trainer_strategy import chosen_strategy
+from distft.training.experts import uncounted
+from distft.training.loss import router_losses
 
 logger = logging.getLogger("distft")
 
@@ -61,6 +74,10 @@ class Trainer(_Base):  # type: ignore[misc]
         strategy: A strategy or its name; by name it computes as ``args.bf16`` says. "auto" is what
             `accelerate launch` says, or the planner's best for this machine.
         optimizers: Refused: pass ``optimizer_cls_and_kwargs``.
+        jsonl: File in the output folder, to which rank 0 adds the log line by line; None for none.
+        smoke_test: Whether the first step of a run that saves is followed by a save and a load
+            that are compared and deleted, so that a disk or a model that cannot go on shows at
+            once. It costs one save and one load.
         kwargs: As `SFTTrainer`: train_dataset, eval_dataset, processing_class, peft_config, ...
 
     Raises:
@@ -76,6 +93,8 @@ class Trainer(_Base):  # type: ignore[misc]
         *,
         strategy: str | Strategy = "ddp",
         optimizers: tuple[Any, Any] = (None, None),
+        jsonl: str | Path | None = "metrics.jsonl",
+        smoke_test: bool = True,
         **kwargs: Any,
     ) -> None:
         args = SFTConfig() if args is None else args
@@ -95,14 +114,19 @@ class Trainer(_Base):  # type: ignore[misc]
         self._eval_means = WeighedMeans()
         # Ours takes the place of transformers' callback, which would listen from here on.
         saves_on_signal, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
-        super().__init__(model, args, **kwargs)
+        with patterns_of_parameters(kwargs.get("peft_config")):
+            super().__init__(model, args, **kwargs)
         args.enable_jit_checkpoint = saves_on_signal
         if saves_on_signal:
             self.add_callback(SaveBeforeTheEnd())
         check_objects((None, None), self.model, None)
         check_rows(self.train_dataset, kwargs.get("train_dataset"))
         self.callback_handler.callbacks.insert(0, EpochsOfARest(self._progress))
+        self.run_metrics = RunMetrics(self, jsonl)
         self._spread()
+        self.add_callback(self.run_metrics)
+        if smoke_test and args.save_strategy != "no":
+            self.add_callback(SmokeTest(self))
 
     # ---- the strategy underneath --------------------------------------------------------------
 
@@ -209,25 +233,37 @@ class Trainer(_Base):  # type: ignore[misc]
 
     @property
     def _last_round(self) -> LastRound:
-        batches = filled_batches(self.callback_handler.train_dataloader)
+        batches = filled_batches(self.accelerator.gradient_state.active_dataloader)
         number = 0
         if batches is not None and not batches.drop_last:
             number = len(batches.sampler) - batches.first_row
-        return LastRound(number, self._train_batch_size, self.strategy.dp_size)
+        size = self._train_batch_size if self.model.training else self.args.eval_batch_size
+        return LastRound(number, size, self.strategy.dp_size)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return TRL's loss, without what rows bring that only fill the last round."""
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        if not (self._ends_epoch and self.accelerator.sync_gradients):
+        self.run_metrics.saw(inputs)
+        training, state = self.model.training, self.accelerator.gradient_state
+        last = self._last_round if state.end_of_dataloader else None
+        if training and not state.sync_gradients:
+            last = None
+        if last is not None and not return_outputs:
+            inputs = without_filling_rows(inputs, last, self.strategy.dp_rank)
+        empty = last is not None and self.strategy.dp_rank >= last.num_ranks
+        with router_losses(self.model) as routers, uncounted(self.model, skip=empty):
+            found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        if routers:
+            values = self._metrics["train" if training else "eval"]["aux_loss"]
+            values[-1:] = real_router_losses(values[-1], routers[0], last, self.strategy)
+        if last is None or not training:
             return found
-        last = self._last_round
         # Each of them was one token.
-        self._total_train_tokens -= last.num_filled
+        self._total_train_tokens -= last.num_filling_tokens(is_in_rows(inputs))
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         loss, *outputs = found if return_outputs else (found,)
-        if self.strategy.dp_rank >= last.num_ranks:
+        if empty:
             # No loss tokens, but a router's loss of its own.
             loss = loss * 0.0
         return (loss, *outputs) if return_outputs else loss
@@ -252,7 +288,8 @@ class Trainer(_Base):  # type: ignore[misc]
         resumed = checkpoint_to_resume(resume_from_checkpoint, self.args)
         self._progress.begin(0, None)
         self._saved_step = -1
-        return super().train(resumed, *args, **kwargs)
+        with self.run_metrics.watching():
+            return super().train(resumed, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         found = super()._get_train_sampler(train_dataset)
@@ -305,6 +342,24 @@ class Trainer(_Base):  # type: ignore[misc]
             set_random_state(self._randomness_after_rows)
             self._randomness_after_rows = None
         return found
+
+    # ---- what a user sees -----------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `SFTTrainer` does, with numbers of `RunMetrics` beside TRL's."""
+        super().log(self.run_metrics.beside(logs), *args, **kwargs)
+
+    def report(self, path: str | Path) -> Path:
+        """Write one HTML file with the curves of all that was logged, and return it.
+
+        Of a run that was resumed, from its first step on. It needs no other file and no network.
+
+        Collective: every rank.
+        """
+        with together():
+            if group_rank() == 0:
+                write_report(Path(path), self.state.log_history, self.run_metrics.facts)
+        return Path(path)
 
     # ---- evaluation -----------------------------------------------------------------------------
 
@@ -407,6 +462,7 @@ class Trainer(_Base):  # type: ignore[misc]
                 "distft.Trainer, which needs the trainer's state. Load it with strategy.load in a "
                 "loop of your own."
             )
+        self.run_metrics.resumes(manifest.extra)
         self._progress.begin(manifest.step, manifest.extra, manifest.dp_size)
         # TRL's own count begins at 0 again.
         self._total_train_tokens = manifest.extra["num_tokens"]

@@ -203,3 +203,45 @@ class LastRound:
         (3, 4)
         """
         return self.ranks - self.num_filled // self.batch_size
+
+    def num_rows_of(self, rank: int) -> int:
+        """Rows of its own that a rank gets in it.
+
+        >>> [LastRound(21, 2, 4).num_rows_of(rank) for rank in range(4)]
+        [2, 2, 1, 0]
+        """
+        rows = self.ranks * self.batch_size - self.num_filled
+        return min(max(rows - rank * self.batch_size, 0), self.batch_size)
+
+    def num_filling_tokens(self, in_rows: bool) -> int:
+        """Tokens that fill it: one of each row that `without_filling_rows` leaves.
+
+        >>> [LastRound(21, 2, 4).num_filling_tokens(rows) for rows in (True, False)]
+        [2, 3]
+        """
+        return (self.ranks - self.num_ranks) * self.batch_size if in_rows else self.num_filled
+
+
+def is_in_rows(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a batch is rows side by side, not all of them in one.
+
+    Collective: none.
+    """
+    return "attention_mask" in inputs
+
+
+def without_filling_rows(inputs: Mapping[str, Any], last: LastRound, rank: int) -> dict[str, Any]:
+    """Return a rank's batch of the last round without rows that fill it, if one is its own.
+
+    They have no loss tokens, but a router counts each token.
+
+    Collective: none.
+    """
+    rows = last.num_rows_of(rank)
+    if not is_in_rows(inputs) or rows in (0, last.batch_size):
+        return dict(inputs)
+    size = len(inputs["attention_mask"])
+    return {
+        name: value[:rows] if getattr(value, "ndim", 0) and len(value) == size else value
+        for name, value in inputs.items()
+    }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distft.training.wrappers import is_engine, unwrap
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 
@@ -52,6 +52,34 @@ def model_state_bytes(model: nn.Module, optimizer: Optimizer | None) -> ModelSta
         info.numel() * info.num_tensors() * info.dtype().itemsize for info in _in_files(model)
     )
     return ModelStateBytes(parameters, gradients, held, on_disk)
+
+
+def trained_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return what a step changes on this rank, by a name: trained weights, masters, moments.
+
+    Parts of this rank as plain tensors; what ZeRO-3 holds of the optimizer in files is left out.
+
+    Collective: none.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    found: dict[str, Any] = {}
+    for name, parameter in unwrap(model).named_parameters():
+        if parameter.requires_grad:
+            # A partitioned parameter of ZeRO-3 is empty; its part hangs on it.
+            part = getattr(parameter, "ds_tensor", None)
+            found[f"weight {name}"] = parameter.data if part is None else part
+    for number, master in enumerate(_master_tensors(model)):
+        found[f"master weights {number}"] = master.data
+    for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda x: x[0]):
+            found[f"optimizer {key} {number}"] = value
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value.to_local() if isinstance(value, DTensor) else value
+        for name, value in tensors.items()
+    }
 
 
 def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:

@@ -110,6 +110,14 @@ def count_tokens_of_experts(model: nn.Module, num_experts: int) -> None:
     setattr(unwrap(model), _MARK, list(counters.values()))
 
 
+def counts_tokens(model: nn.Module) -> bool:
+    """Return whether tokens of a model's experts are counted.
+
+    Collective: none.
+    """
+    return bool(getattr(unwrap(model), _MARK, None))
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module is called with the experts that a router chose.
 

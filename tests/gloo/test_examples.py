@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 import distft
 from distft.testing import tiny_model
 from tests.gloo.trainer_jobs import rows, tokenizer
@@ -63,3 +65,18 @@ def test_sft_trains_goes_on_and_publishes_an_adapter(tmp_path):
         alone("convert.py", tmp_path, str(run / "checkpoint-3"), *options)
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert distft.latest(tmp_path) == tmp_path / "on-3"
+
+
+def test_moe_lora_trains_and_writes_an_adapter_for_each_expert(tmp_path):
+    model = tmp_path / "model"
+    tiny_model("M").save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    rows().save_to_disk(str(tmp_path / "data"))
+    common = ("--model", str(model), "--dataset", str(tmp_path / "data"), "--steps", "3")
+    launch("moe_lora.py", tmp_path, *common, "--rank", "12", "--train-router")
+    run = tmp_path / "runs" / "moe_lora"
+    tensors = load_file(run / "per-expert" / "adapter_model.safetensors")
+    a = tensors["base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_A.weight"]
+    assert tuple(a.shape) == (2, 32)
+    assert "<svg" in (run / "run.html").read_text()
+    assert (run / "adapter" / "adapter_model.safetensors").is_file()

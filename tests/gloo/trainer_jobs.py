@@ -96,6 +96,7 @@ def trainer(
     changes: dict[str, Any],
     config: Any,
     data: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Any:
     """Return a trainer under a strategy."""
     import distft
@@ -109,6 +110,7 @@ def trainer(
         eval_dataset=rows(11, seed=1),
         processing_class=tokenizer(),
         peft_config=config,
+        **more,
     )
 
 
