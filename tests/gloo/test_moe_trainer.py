@@ -83,7 +83,7 @@ EP_FSDP = NDParallel(dp_shard=4, ep=2)
 CHAINS = [
     (FSDP2(), EP(ep=2), 2),
     (EP(ep=2), ZeRO3(), 2),
-    (ZeRO3(), FSDP2(), 2),
+    pytest.param(ZeRO3(), FSDP2(), 2, marks=pytest.mark.slow),
     pytest.param(HSDP(dp_replicate=2), EP_FSDP, 4, marks=pytest.mark.slow),
     pytest.param(EP_FSDP, HSDP(dp_replicate=2), 4, marks=pytest.mark.slow),
 ]
