@@ -53,7 +53,10 @@ def checkpoint_to_resume(asked: Any, args: Any) -> str | None:
 
 def _choose(asked: Any, args: Any) -> Path | None:
     root = Path(args.output_dir)
-    there = complete_below(root)
+    # Those of the Trainer: others may lie beside them, such as one that was resharded.
+    there = [
+        (step, path) for step, path in complete_below(root) if path.name == f"checkpoint-{step}"
+    ]
     found = Path(asked) if isinstance(asked, str | os.PathLike) else None
     if asked is True:
         if not there:
