@@ -13,6 +13,8 @@ from distft.checkpoint.casts import storage_dtype
 from distft.checkpoint.shards import LogicalTensor, Piece, row_major
 from distft.checkpoint.stream import gap
 
+# What lies between rows that are wanted, and is not worth a call of its own to leave out.
+_SKIPPED_BYTES = 4096
 # Fills a buffer from a byte of a file on.
 Read = Callable[[str, int, memoryview], None]
 
@@ -109,6 +111,12 @@ class Bands:
         """Fill an array from elements of a file that are strides apart, in halves if need be."""
         size = target.itemsize
         reach = [(many - 1) * stride for many, stride in zip(target.shape, strides, strict=True)]
+        row = next((dim for dim, many in enumerate(target.shape) if many > 1), None)
+        if row is not None and (strides[row] - 1 - sum(reach[row + 1 :])) * size >= _SKIPPED_BYTES:
+            for number in range(target.shape[row]):
+                part = (*(slice(None),) * row, slice(number, number + 1))
+                self._gather(piece, begin + number * strides[row], strides, target[part])
+            return
         length = (1 + sum(reach)) * size
         if length > len(self._block):
             dim = max(range(len(reach)), key=reach.__getitem__)

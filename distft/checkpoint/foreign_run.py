@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distft.checkpoint.dcp import named_tensors, safe_reader
+from distft.checkpoint.copy import BUFFER_BYTES
+from distft.checkpoint.dcp import named_tensors
 from distft.checkpoint.foreign import Parts
 from distft.checkpoint.layouts import Layout, layout_of
-from distft.checkpoint.pickles import load_bytes, load_values
-from distft.checkpoint.placement import narrow
-from distft.checkpoint.safetensors_reader import DTYPES, Reader, list_tensors
+from distft.checkpoint.mapped_run import in_memory, saved_tensor
+from distft.checkpoint.pickles import load_values
+from distft.checkpoint.readers.dcp import Items, read_items
+from distft.checkpoint.safetensors_reader import DTYPES, FileTensor, list_tensors
+from distft.checkpoint.shards import LogicalTensor, Piece
+from distft.checkpoint.stream import Stream
 from distft.checkpoint.weights import match_tensors
-from distft.checkpoint.whole_run import StateTensor, WholeRun, full_shape
+from distft.checkpoint.whole_run import SavedTensor, WholeRun, full_shape
 from distft.kept import is_adapter
 from distft.peft import base_model
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
 _STATE = re.compile(r"(?:^|\.)state\.(.+)\.([^.]+)$")
@@ -72,17 +73,13 @@ def open_torch_run(
         for group in saved["param_groups"]
         if group["params"]
     ]
-    reader = Reader()
-    with reader:
-        read = _weights_of(folder, parts, inner, reader)
-        yield WholeRun(folder, list(read), lambda name: read[name](), states, groups)
+    with Stream(Path(), BUFFER_BYTES) as stream:
+        yield WholeRun(folder, _weights_of(folder, parts, inner, stream), states, groups)
 
 
 def _described(value: Any) -> Any:
     """Return a state value, a tensor as something to be read later."""
-    if not hasattr(value, "shape"):
-        return value
-    return StateTensor(tuple(value.shape), value.dtype, lambda: value)
+    return in_memory(value) if hasattr(value, "shape") else value
 
 
 def _names_by_number(
@@ -148,26 +145,28 @@ def _why_not(
     return None
 
 
-def _weights_of(folder: Path, parts: Parts, model: nn.Module, reader: Reader) -> dict[str, Any]:
-    """Return how to read each tensor of the model that a folder holds whole."""
+def _weights_of(
+    folder: Path, parts: Parts, model: nn.Module, stream: Stream
+) -> dict[str, SavedTensor]:
+    """Return each tensor of the model that a folder holds whole."""
     if "weights" not in parts:
-        return _adapter_of(folder, parts, model, reader)
+        return _adapter_of(folder, parts, model, stream)
     if not any(name.endswith(".safetensors") for name in parts["weights"]):
         held: dict[str, Any] = {}
         for file in parts["weights"]:
             held |= load_values(folder / file, mmap=True)
         _check_all_there(named_tensors(model), held, folder)
-        return {name: partial(held.__getitem__, name) for name in named_tensors(model)}
+        return {name: in_memory(held[name]) for name in named_tensors(model)}
     tensors = named_tensors(model)
     layout = layout_of(base_model(model)) or Layout()
     pieces = match_tensors(folder, model, layout, list_tensors(folder))
     return {
-        name: partial(_read_pieces, reader, pieces[name], full_shape(tensor))
+        name: _end_to_end(stream, name, pieces[name], full_shape(tensor))
         for name, tensor in tensors.items()
     }
 
 
-def _adapter_of(folder: Path, parts: Parts, model: Any, reader: Reader) -> dict[str, Any]:
+def _adapter_of(folder: Path, parts: Parts, model: Any, stream: Stream) -> dict[str, SavedTensor]:
     """Return the same for an adapter in PEFT's own layout; the base stays as it is."""
     from distft.checkpoint.safetensors_reader import read_header
 
@@ -180,7 +179,7 @@ def _adapter_of(folder: Path, parts: Parts, model: Any, reader: Reader) -> dict[
     }
     _check_all_there(on_disk.values(), files, folder)
     return {
-        name: partial(_read_pieces, reader, [files[on_disk[name]]], full_shape(parameter))
+        name: _end_to_end(stream, name, [files[on_disk[name]]], full_shape(parameter))
         for name, parameter in wanted.items()
     }
 
@@ -194,122 +193,70 @@ def _check_all_there(wanted: Any, found: Any, folder: Path) -> None:
         )
 
 
-def _read_pieces(reader: Reader, pieces: Any, shape: tuple[int, ...]) -> Tensor:
-    import torch
-
-    whole = torch.empty(shape, dtype=getattr(torch, DTYPES[pieces[0].dtype]))
-    reader.fill(pieces, 0, whole)
-    return whole
+def _end_to_end(
+    stream: Stream, name: str, parts: Sequence[FileTensor], shape: tuple[int, ...]
+) -> SavedTensor:
+    """Return the tensor that published ones make up, one after another."""
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"{parts[0].file.parent} holds the {len(parts)} parts of {name} in {len(dtypes)} "
+            f"dtypes, {', '.join(sorted(dtypes))}. Save it in one."
+        )
+    pieces, begin = [], 0
+    for part in parts:
+        size = part.num_elements
+        pieces.append(Piece(str(part.file), part.offset, (begin,), (size,), flat=True))
+        begin += size
+    return saved_tensor(stream, LogicalTensor(name, shape, DTYPES[dtypes.pop()], pieces))
 
 
 # ---- torch's distributed checkpoint --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DcpFolder:
-    """A distributed checkpoint of which single items are read, whole, by this rank alone.
-
-    torch's own loading plans all of them anew for each call, and unpickles what is no tensor with
-    nothing switched off.
-    """
-
-    path: Path
-    items: Mapping[str, Any]
-    places: Mapping[str, Sequence[tuple[Any, Any]]]
-
-    @classmethod
-    def open(cls, path: Path) -> DcpFolder:
-        """Return what the metadata of a folder says."""
-        metadata = safe_reader(path).read_metadata()
-        places: dict[str, list[tuple[Any, Any]]] = {}
-        for index, place in metadata.storage_data.items():
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError(
-                    f"{path} holds items that were transformed ({place.transform_descriptors}), "
-                    f"such as {index.fqn}. Save it without extensions."
-                )
-            places.setdefault(index.fqn, []).append((index.offset, place))
-        return cls(path, metadata.state_dict_metadata, places)
-
-    def value(self, item: str) -> Any:
-        """Return an item that is no tensor, by torch's restricted loading."""
-        [(_, place)] = self.places[item]
-        return self._load(place)
-
-    def tensor(self, item: str) -> Tensor:
-        """Return a tensor whole."""
-        import torch
-
-        described = self.items[item]
-        whole = torch.empty(tuple(described.size), dtype=described.properties.dtype)
-        for offset, place in self.places[item]:
-            part = self._load(place)
-            narrow(whole, tuple(offset or [0] * part.dim()), part.shape).copy_(part)
-        return whole
-
-    def state_value(self, item: str) -> Any:
-        """Return an item of an optimizer's state, a tensor as something to be read later."""
-        described = self.items[item]
-        if not hasattr(described, "size"):
-            return self.value(item)
-        shape, dtype = tuple(described.size), described.properties.dtype
-        return StateTensor(shape, dtype, partial(self.tensor, item))
-
-    def _load(self, place: Any) -> Any:
-        file = self.path / place.relative_path
-        if file.resolve().parent != self.path.resolve():
-            raise ValueError(
-                f"{self.path} keeps items in {place.relative_path}, which is not 1 file inside it. "
-                "Do not open this folder."
-            )
-        with file.open("rb") as opened:
-            opened.seek(place.offset)
-            return load_bytes(io.BytesIO(opened.read(place.length)), file)
-
-
-def read_dcp_run(path: Path, model: nn.Module) -> WholeRun:
-    """Return a run that ``dcp.save`` wrote of ``get_state_dict``, under whatever keys.
+@contextmanager
+def open_dcp_run(path: Path, model: nn.Module) -> Iterator[WholeRun]:
+    """Open a run that ``dcp.save`` wrote of ``get_state_dict``, under whatever keys.
 
     Raises:
         ValueError: The names of this model, or state of its parameters, are not in the folder.
 
     Collective: none.
     """
-    folder = DcpFolder.open(path)
-    tensors = named_tensors(model)
+    items = read_items(path, path)
+    names = list(named_tensors(model))
     parameters = list(dict(unwrap(model).named_parameters()))
-    prefix = _prefix(folder.items, parameters[0])
-    states: dict[str, dict[str, Any]] = {}
-    for item in folder.items:
+    prefix = _prefix(items.paths, parameters[0])
+    _check_all_there([f"{prefix}{name}" for name in names], items.tensors, path)
+    states: dict[str, dict[str, str]] = {}
+    for item in items.paths:
         found = _STATE.search(item)
         if found is not None and found[1] in parameters:
-            states.setdefault(found[1], {})[found[2]] = folder.state_value(item)
-    _check_all_there([f"{prefix}{name}" for name in tensors], folder.items, path)
-    _check_shapes(path, prefix, tensors, folder.items)
-    groups = _dcp_groups(folder, parameters)
+            states.setdefault(found[1], {})[found[2]] = item
+    groups = _dcp_groups(items, parameters)
     if not groups:
         raise ValueError(
             f"{path} holds the state of {len(states)} parameters and 0 groups of an optimizer. "
             "Start from the weights."
         )
-    return WholeRun(
-        path, list(tensors), lambda name: folder.tensor(f"{prefix}{name}"), states, groups
-    )
+    with Stream(path, BUFFER_BYTES) as stream:
+
+        def saved(item: str) -> Any:
+            found = items.tensors.get(item)
+            return items.value(item) if found is None else saved_tensor(stream, found)
+
+        yield WholeRun(
+            path,
+            {name: saved(f"{prefix}{name}") for name in names},
+            {
+                name: {key: saved(item) for key, item in held.items()}
+                for name, held in states.items()
+            },
+            groups,
+        )
 
 
-def _check_shapes(
-    folder: Path, prefix: str, tensors: Mapping[str, Any], items: Mapping[str, Any]
-) -> None:
-    for name, tensor in tensors.items():
-        saved = tuple(items[f"{prefix}{name}"].size)
-        if saved != full_shape(tensor):
-            raise ValueError(
-                f"{folder} holds {name} in the shape {saved}, and the model has "
-                f"{full_shape(tensor)}. Build the model of that run."
-            )
-
-
-def _prefix(items: Mapping[str, Any], name: str) -> str:
+def _prefix(items: Iterable[str], name: str) -> str:
     """Return what stands before the names of the model's tensors in a folder."""
     found = [
         item.removesuffix(name)
@@ -319,19 +266,19 @@ def _prefix(items: Mapping[str, Any], name: str) -> str:
     return min(found, key=len, default="")
 
 
-def _dcp_groups(folder: DcpFolder, parameters: Sequence[str]) -> list[dict[str, Any]]:
+def _dcp_groups(items: Items, parameters: Sequence[str]) -> list[dict[str, Any]]:
     """Return the groups: numbered ones with their names, or settings under each name."""
     numbered: dict[int, dict[str, Any]] = {}
     named: dict[str, dict[str, Any]] = {}
     known = set(parameters)
-    for item in folder.items:
+    for item in items.paths:
         if found := _GROUP_SETTING.search(item):
-            numbered.setdefault(int(found[1]), {})[found[2]] = folder.value(item)
+            numbered.setdefault(int(found[1]), {})[found[2]] = items.value(item)
             continue
         _, within, rest = item.partition("param_groups.")
         name, _, key = rest.rpartition(".")
         if within and name in known:
-            named.setdefault(name, {})[key] = folder.value(item)
+            named.setdefault(name, {})[key] = items.value(item)
     if numbered:
         return [{**group, "param_names": list(group["params"])} for group in numbered.values()]
     return [{**settings, "param_names": [name]} for name, settings in named.items()]

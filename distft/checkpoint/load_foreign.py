@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distft.checkpoint.adopt import Adoption, adopt
 from distft.checkpoint.folder import MANIFEST, latest
-from distft.checkpoint.foreign_run import open_torch_run, read_dcp_run
+from distft.checkpoint.foreign_run import open_dcp_run, open_torch_run
 from distft.checkpoint.groups import group_settings
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state
@@ -144,7 +144,8 @@ def _load_whole(
 @contextmanager
 def _open(found: Adoption, model: nn.Module, optimizer: Optimizer) -> Iterator[WholeRun]:
     if found.reader == "dcp":
-        yield read_dcp_run(found.path, model)
+        with open_dcp_run(found.path, model) as run:
+            yield run
         return
     by_trainer = found.reader == "trainer"
     with open_torch_run(found.path, found.parts, model, optimizer, by_trainer) as run:

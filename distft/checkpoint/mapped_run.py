@@ -1,17 +1,19 @@
-"""A checkpoint of any layout, read tensor by tensor through its shard map into any strategy."""
+"""A checkpoint of any layout, read through its shard map into any strategy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.boxes import boxes_of_range, crop
 from distft.checkpoint.copy import BUFFER_BYTES
+from distft.checkpoint.placement import narrow
 from distft.checkpoint.publish import check_whole
 from distft.checkpoint.shards import LogicalTensor, ShardMap
 from distft.checkpoint.stream import Stream
-from distft.checkpoint.whole_run import StateTensor, WholeRun
+from distft.checkpoint.whole_run import SavedTensor, WholeRun
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,15 +51,31 @@ def mapped_run(
             if name in state.steps and "step" not in values:
                 values["step"] = _counter(state.steps[name])
             for key, tensor in state.moments.get(name, {}).items():
-                read = partial(read_tensor, stream, tensor)
-                values[key] = StateTensor(tensor.shape, _dtype(tensor.dtype), read)
-        yield WholeRun(
-            found.root,
-            list(found.tensors),
-            lambda name: read_tensor(stream, found.tensors[name]),
-            states,
-            groups,
-        )
+                values[key] = saved_tensor(stream, tensor)
+        weights = {name: saved_tensor(stream, tensor) for name, tensor in found.tensors.items()}
+        yield WholeRun(found.root, weights, states, groups)
+
+
+def saved_tensor(stream: Stream, tensor: LogicalTensor) -> SavedTensor:
+    """Return a tensor of which a box is read by the bytes that lie in it, through small buffers.
+
+    Collective: none.
+    """
+    dtype = _dtype(tensor.dtype)
+
+    def fill(start: Sequence[int], out: Tensor) -> None:
+        import torch
+
+        part = crop(tensor, start, out.shape)
+        for first, window in stream.windows(part, part.dtype):
+            values, at = torch.frombuffer(window, dtype=dtype), 0
+            # A part of several blocks has some whose rows do not follow each other in memory.
+            for begin, size in boxes_of_range(out.shape, first, first + len(values)):
+                stop = at + math.prod(size)
+                narrow(out, begin, size).copy_(values[at:stop].view(size))
+                at = stop
+
+    return SavedTensor(tensor.shape, dtype, fill)
 
 
 def read_tensor(stream: Stream, tensor: LogicalTensor, dtype: str | None = None) -> Tensor:
@@ -82,8 +100,20 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _counter(step: float) -> StateTensor:
+def _counter(step: float) -> SavedTensor:
     """Return a counter as torch's optimizers keep it."""
     import torch
 
-    return StateTensor((), torch.float32, lambda: torch.tensor(float(step)))
+    return in_memory(torch.tensor(float(step)))
+
+
+def in_memory(value: Tensor) -> SavedTensor:
+    """Return a tensor that is in memory, or mapped there, as one that is read box by box.
+
+    Collective: none.
+    """
+
+    def fill(start: Sequence[int], out: Tensor) -> None:
+        out.copy_(narrow(value, start, out.shape))
+
+    return SavedTensor(tuple(value.shape), value.dtype, fill)

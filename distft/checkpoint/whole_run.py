@@ -1,12 +1,14 @@
-"""A run of another tool, tensor by tensor, put where a strategy holds them."""
+"""A saved run, tensor by tensor and of each what a rank holds, put where a strategy holds it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.boxes import boxes_of_range
 from distft.checkpoint.dcp import named_tensors, set_optimizer_state
 from distft.checkpoint.placement import held_blocks, narrow
 from distft.training.wrappers import unwrap
@@ -22,29 +24,56 @@ ADDED = frozenset({"params", "param_names", "initial_lr", "max_grad_norm"})
 
 
 @dataclass(frozen=True)
-class StateTensor:
-    """A tensor of an optimizer's state: its shape, its dtype, and how to read it whole."""
+class SavedTensor:
+    """A whole tensor that nobody has read yet.
+
+    Attributes:
+        shape: Its shape.
+        dtype: torch's dtype.
+        fill: Takes the first index of a box, for each dim, and a tensor of any dtype on any device,
+            whose shape is that of the box, and fills it.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
-    read: Callable[[], Tensor]
+    fill: Callable[[Sequence[int], Tensor], None]
+
+    def fill_range(self, first: int, flat: Tensor) -> None:
+        """Fill a tensor of one dim with elements of the flattened whole, from one on.
+
+        Collective: none.
+        """
+        at = 0
+        for start, size in boxes_of_range(self.shape, first, first + flat.numel()):
+            stop = at + math.prod(size)
+            self.fill(start, flat[at:stop].view(size))
+            at = stop
+
+    def read(self) -> Tensor:
+        """Return it whole in memory.
+
+        Collective: none.
+        """
+        import torch
+
+        made = torch.empty(self.shape, dtype=self.dtype)
+        self.fill((0,) * made.dim(), made)
+        return made
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What another tool saved, of which one tensor at a time is read.
+    """What was saved of a run, of which each rank reads what it holds.
 
     Attributes:
         folder: Where it is, for errors.
-        weights: Names of the model's tensors that are there.
-        read_weight: From such a name to the whole tensor.
+        weights: The model's tensors that are there, by name.
         states: For each parameter the tensors and plain values of the optimizer's state.
         groups: Settings of the optimizer's groups, with ``param_names``.
     """
 
     folder: Path
-    weights: Sequence[str]
-    read_weight: Callable[[str], Tensor]
+    weights: Mapping[str, SavedTensor]
     states: Mapping[str, Mapping[str, Any]]
     groups: Sequence[Mapping[str, Any]]
 
@@ -65,6 +94,13 @@ def check_run(run: WholeRun, model: nn.Module, optimizer: Optimizer) -> None:
 
     Collective: none.
     """
+    tensors = named_tensors(model)
+    for name, saved_weight in run.weights.items():
+        if saved_weight.shape != full_shape(tensors[name]):
+            raise ValueError(
+                f"{run.folder} holds {name} in the shape {saved_weight.shape}, and the model has "
+                f"{full_shape(tensors[name])}. Build the model of that run."
+            )
     shapes = {name: full_shape(p) for name, p in unwrap(model).named_parameters()}
     mine = [name for group in optimizer.param_groups for name in group["param_names"]]
     saved = [name for group in run.groups for name in group["param_names"]]
@@ -79,7 +115,7 @@ def check_run(run: WholeRun, model: nn.Module, optimizer: Optimizer) -> None:
         )
     for name, state in run.states.items():
         for key, value in state.items():
-            if isinstance(value, StateTensor) and value.shape not in ((), (1,), shapes[name]):
+            if isinstance(value, SavedTensor) and value.shape not in ((), (1,), shapes[name]):
                 raise ValueError(
                     f"{run.folder} holds {key} of {name} in the shape {value.shape}, and the "
                     f"parameter has {shapes[name]} here. Build the model of that run."
@@ -102,8 +138,8 @@ def place_run(model: nn.Module, optimizer: Optimizer, run: WholeRun) -> None:
 
     tensors = named_tensors(model)
     with torch.no_grad():
-        for name in run.weights:
-            _copy(run.read_weight(name), tensors[name].detach())
+        for name, saved in run.weights.items():
+            _copy(saved, tensors[name].detach())
         parameters = dict(unwrap(model).named_parameters())
         states = {
             name: {key: _like(value, parameters[name].detach()) for key, value in state.items()}
@@ -116,20 +152,21 @@ def _like(value: Any, parameter: Tensor) -> Any:
     """Return a state value laid out as its parameter is."""
     import torch
 
-    if not isinstance(value, StateTensor):
+    if not isinstance(value, SavedTensor):
         return value
     if value.shape != tuple(parameter.shape):
-        return value.read().clone()
+        return value.read()
     made = torch.zeros_like(parameter, dtype=value.dtype)
-    _copy(value.read(), made)
+    _copy(value, made)
     return made
 
 
-def _copy(whole: Tensor, target: Any) -> None:
-    """Copy a whole tensor into a plain one, or this rank's part of it into a DTensor."""
+def _copy(saved: SavedTensor, target: Any) -> None:
+    """Read a whole tensor into a plain one, or this rank's part of it into a DTensor."""
     if not hasattr(target, "device_mesh"):
-        target.copy_(whole)
+        saved.fill((0,) * target.dim(), target)
         return
     part = target.to_local()
     for block in held_blocks(target):
-        narrow(part, block.local, block.size).copy_(narrow(whole, block.start, block.size))
+        if 0 not in block.size:
+            saved.fill(block.start, narrow(part, block.local, block.size))

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.dcp import named_tensors
-from distft.checkpoint.whole_run import StateTensor, WholeRun, full_shape
+from distft.checkpoint.whole_run import SavedTensor, WholeRun, full_shape
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -59,11 +60,12 @@ def place_run(engine: Any, run: WholeRun) -> None:
         for piece in pieces:
             by_name.setdefault(piece.name, []).append(piece)
         tensors = named_tensors(engine)
-        for name in run.weights:
-            whole = run.read_weight(name)
-            _fill_model(tensors[name], whole, third)
-            for piece in by_name.get(name, ()):
-                _fill(piece.flat, piece, whole)
+        for name, saved in run.weights.items():
+            parts = by_name.get(name, [])
+            if third and hasattr(tensors[name], "ds_tensor"):
+                _fill_stage_3(tensors[name], saved, parts)
+            else:
+                _fill_whole(tensors[name], saved, parts)
         on_disk.forget_moments(engine)
         for piece in pieces:
             state = zero.optimizer.state[piece.flat]
@@ -104,9 +106,9 @@ def _check_counters(run: WholeRun, pieces: list[Piece]) -> None:
     for piece in pieces:
         state = run.states.get(piece.name, {})
         values = {
-            key: float(value.read()) if isinstance(value, StateTensor) else value
+            key: float(value.read()) if isinstance(value, SavedTensor) else value
             for key, value in state.items()
-            if not isinstance(value, StateTensor) or value.shape in ((), (1,))
+            if not isinstance(value, SavedTensor) or value.shape in ((), (1,))
         }
         found = (sorted(state), values)
         first = counters.setdefault(id(piece.flat), (piece.name, found))
@@ -117,30 +119,44 @@ def _check_counters(run: WholeRun, pieces: list[Piece]) -> None:
             )
 
 
-def _part(whole: Tensor, piece: Piece) -> Tensor:
-    flat = whole.reshape(-1)
-    return flat[piece.start : min(piece.start + piece.size, flat.numel())]
+def _within(flat: Tensor, start: int, saved: SavedTensor) -> Tensor:
+    """Return a part without the padding past the end of the whole."""
+    return flat[: max(0, min(flat.numel(), math.prod(saved.shape) - start))]
 
 
-def _fill(flat: Tensor, piece: Piece, whole: Tensor) -> None:
-    part = _part(whole, piece)
-    flat[piece.offset : piece.offset + part.numel()].copy_(part)
+def _fill(flat: Tensor, piece: Piece, saved: SavedTensor) -> None:
+    part = flat[piece.offset : piece.offset + piece.size]
+    saved.fill_range(piece.start, _within(part, piece.start, saved))
 
 
-def _fill_model(tensor: Any, whole: Tensor, third: bool) -> None:
-    """Fill the weights that the forward pass reads."""
-    if not third or not hasattr(tensor, "ds_tensor"):
-        tensor.data.copy_(whole)
-        return
+def _fill_whole(tensor: Tensor, saved: SavedTensor, pieces: Sequence[Piece]) -> None:
+    """Fill weights that are whole on this rank, and its part of their fp32 copy."""
+    saved.fill((0,) * tensor.dim(), tensor.data)
+    for piece in pieces:
+        if tensor.dtype == saved.dtype:
+            part = tensor.data.reshape(-1)[piece.start : piece.start + piece.size]
+            piece.flat[piece.offset : piece.offset + part.numel()].copy_(part)
+        else:
+            _fill(piece.flat, piece, saved)
+
+
+def _fill_stage_3(tensor: Any, saved: SavedTensor, pieces: Sequence[Piece]) -> None:
+    """Fill this rank's part of the weights that the forward pass reads, and of their fp32 copy."""
     import torch.distributed as dist
 
     held = tensor.ds_tensor
     start = dist.get_rank() * held.numel()
-    part = whole.reshape(-1)[start : start + held.numel()]
-    held.data[: part.numel()].copy_(part)
-    if tensor.data.numel() == whole.numel():
+    part, filled = _within(held.data, start, saved), False
+    for piece in pieces:
+        _fill(piece.flat, piece, saved)
+        if (piece.start, piece.size) == (start, held.numel()):
+            part.copy_(piece.flat[piece.offset : piece.offset + part.numel()])
+            filled = True
+    if not filled:
+        saved.fill_range(start, part)
+    if tensor.data.numel() == math.prod(saved.shape):
         # Small ones stay whole on every rank.
-        tensor.data.copy_(whole)
+        saved.fill((0,) * len(saved.shape), tensor.data.view(saved.shape))
 
 
 def _fill_state(
@@ -148,11 +164,11 @@ def _fill_state(
 ) -> None:
     from distft.strategies import on_disk
 
-    if not isinstance(value, StateTensor):
+    if not isinstance(value, SavedTensor):
         state[key] = value
     elif value.shape != shape:
-        state[key] = value.read().clone()
+        state[key] = value.read()
     else:
         if key not in state:
             state[key] = on_disk.new_state(engine, piece.flat, key)
-        _fill(state[key], piece, value.read())
+        _fill(state[key], piece, value)
