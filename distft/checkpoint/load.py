@@ -120,7 +120,7 @@ def load_checkpoint(
             state = folder / manifest.layout
             strategy._read_state(state, manifest, small["scalars"], model, optimizer)
         else:
-            _place(strategy, folder, small, model, optimizer)
+            _place(strategy, folder, manifest, small, model, optimizer)
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
         if scheduler is not None:
@@ -142,24 +142,27 @@ def _is_native(strategy: Loader, manifest: Manifest, folder: Path) -> bool:
     """Return whether the strategy's engine reads the files itself, as they were written."""
     if manifest.layout != strategy.layout or (folder / manifest.layout / LATEST).is_file():
         return False
-    if not strategy._engine_loads(manifest.strategy["constructor"]):
+    if manifest.world_size != group_size("Strategy.load"):
         return False
-    return manifest.layout == DCP or (
-        manifest.strategy["name"] == strategy.name
-        and manifest.world_size == group_size("Strategy.load")
+    if manifest.layout == DCP:
+        # Of what was split in another way torch reads every part that this rank's meets, whole.
+        return manifest.strategy["constructor"] == repr(strategy)
+    return manifest.strategy["name"] == strategy.name and strategy._engine_loads(
+        manifest.strategy["constructor"]
     )
 
 
 def _place(
     strategy: Loader,
     folder: Path,
+    manifest: Manifest,
     small: Mapping[str, Any],
     model: nn.Module,
     optimizer: Optimizer,
 ) -> None:
     """Put a checkpoint of another layout in place, one tensor after another."""
     with mapped_run(read_map(folder), small["groups"], small["scalars"]) as run:
-        check_run(run, model, optimizer)
+        check_run(run, model, optimizer, rest=manifest.layout == strategy.layout == DCP)
         strategy._place_run(model, optimizer, run)
 
 

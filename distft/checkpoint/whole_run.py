@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distft.checkpoint.boxes import boxes_of_range
 from distft.checkpoint.dcp import named_tensors, set_optimizer_state
 from distft.checkpoint.placement import held_blocks, narrow
+from distft.kept import is_adapter
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -86,8 +87,14 @@ def full_shape(tensor: Any) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def check_run(run: WholeRun, model: nn.Module, optimizer: Optimizer) -> None:
+def check_run(run: WholeRun, model: nn.Module, optimizer: Optimizer, rest: bool = False) -> None:
     """Raise where the state in a folder is not of this model and this optimizer.
+
+    Args:
+        run: What is in the folder.
+        model: What `Strategy.apply` returned.
+        optimizer: What `Strategy.apply` returned.
+        rest: Whether state of adapters may be there that were frozen then, or are now.
 
     Raises:
         ValueError: Parameters, shapes, or the settings of the optimizer differ.
@@ -107,6 +114,8 @@ def check_run(run: WholeRun, model: nn.Module, optimizer: Optimizer) -> None:
     # A frozen parameter may be in a group, and has no state.
     different = sorted(name for name in mine if name not in saved)
     different += sorted(name for name in run.states if name not in mine)
+    if rest:
+        different = [n for n in different if not (is_adapter(n) and n in run.states)]
     if different:
         raise ValueError(
             f"{run.folder} has an optimizer of {len(saved)} parameters, {len(run.states)} of them "

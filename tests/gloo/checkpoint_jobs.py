@@ -19,6 +19,7 @@ import distft
 from distft import FSDP2
 from distft.process_group import RENDEZVOUS_TIMEOUT_VARIABLE
 from distft.testing import tiny_batches, tiny_model
+from tests.reading import counted_reads
 
 ODD_SIZES = {
     "hidden_size": 35,
@@ -185,6 +186,14 @@ def load_and_save(strategy: Any, recipe: Recipe, path: Path, out: Path) -> float
     state = strategy.load(path, model, optimizer)
     strategy.save(out, model, optimizer, step=state.step)
     return recipe.step(strategy, model, optimizer, state.step)
+
+
+def bytes_of_a_load(strategy: Any, recipe: Recipe, path: Path) -> int:
+    """Load into a model of another seed and return the bytes of tensors that this rank read."""
+    model, optimizer = recipe.reseeded().apply(strategy)
+    with counted_reads() as read:
+        strategy.load(path, model, optimizer)
+    return read.num_bytes
 
 
 def train_on(strategy: Any, recipe: Recipe, steps: int) -> dict[str, Any]:

@@ -7,8 +7,10 @@ import torch
 
 import distft
 from distft import DDP, EP, FSDP2, HSDP, TP, NDParallel, ZeRO1, ZeRO2, ZeRO3
+from distft.checkpoint.readers import read_map
 from tests.gloo.checkpoint_jobs import (
     Recipe,
+    bytes_of_a_load,
     load_and_save,
     load_and_step,
     load_by_deepspeed,
@@ -84,6 +86,30 @@ def test_any_checkpoint_goes_on_under_any_strategy(pools, never_stopped, tmp_pat
     pools(source[1]).run(train_and_save, source[0], Recipe(), tmp_path / "saved", 1)
     found = pools(target[1]).run(load_and_step, target[0], Recipe(), tmp_path / "saved", STEPS)[0]
     assert_goes_on(found, never_stopped[False])
+
+
+@pytest.mark.parametrize("source", [(ZeRO3(), 3), (DDP(), 2)], ids=str)
+def test_a_rank_reads_its_own_part_of_a_checkpoint(pools, tmp_path, source):
+    recipe = Recipe(rows=2)
+    pools(source[1]).run(train_and_save, source[0], recipe, tmp_path / "saved", 1)
+    found = read_map(tmp_path / "saved")
+    weights = sum(tensor.num_bytes for tensor in found.tensors.values())
+    total = 3 * weights
+
+    def read_by(strategy, ranks):
+        return pools(ranks).run(bytes_of_a_load, strategy, recipe, tmp_path / "saved")
+
+    for ranks in (2, 3, 4):
+        read = read_by(FSDP2(), ranks)
+        assert sum(read) == total
+        # Of 4 key heads there is none for a third rank in four, and rows are dealt out unevenly.
+        assert max(read) < 1.2 * total / ranks
+    # DeepSpeed keeps vectors whole on every rank, beside its part of them.
+    vectors = sum(t.num_bytes for t in found.tensors.values() if len(t.shape) == 1)
+    assert sum(read_by(ZeRO3(), 2)) <= total + 2 * vectors
+    # Weights are whole on every rank of stage 1, moments are not.
+    assert sum(read_by(ZeRO1(), 2)) <= total + weights
+    assert read_by(DDP(), 3) == [total] * 3
 
 
 def test_a_resharded_run_goes_on(pools, never_stopped, tmp_path):
