@@ -77,6 +77,8 @@ class Manifest:
         extra: The caller's own values.
         ranges: Archives of the parts of each tensor of the state: file, first byte, number of
             bytes, XXH3 of them (of a save in training with the layout dcp).
+        run: What a run has in common, also after a load; "" where nobody said.
+        folder: Name of the folder as the run wrote it; "" where something else wrote it.
     """
 
     step: int
@@ -93,6 +95,8 @@ class Manifest:
     versions: Mapping[str, str]
     extra: Mapping[str, Any]
     ranges: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    run: str = ""
+    folder: str = ""
 
     @property
     def world_size(self) -> int:

@@ -25,6 +25,7 @@ from distft.checkpoint.pending import finish_last
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state, random_file, set_random_state
 from distft.checkpoint.readers import read_map
+from distft.checkpoint.rotation import go_on_as
 from distft.checkpoint.save import optimizer_name
 from distft.checkpoint.whole_run import check_run
 from distft.checkpoint.writers.universal import LATEST
@@ -123,6 +124,8 @@ def load_checkpoint(
             _place(strategy, folder, manifest, small, model, optimizer)
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update(saved)
+        if manifest.run:
+            go_on_as(optimizer, manifest.run)
         if scheduler is not None:
             scheduler.load_state_dict(small["scheduler"])
         if random_state is not None:

@@ -253,6 +253,8 @@ def _manifest(source: Source, strategy: Target, mesh: Mesh, made: Path) -> Manif
             files=files,
             optimizer_state=names,
             ranges={},
+            # The run goes on from it, and deletes nothing that it did not write.
+            folder="",
         )
     found = source.found
     steps = source.optimizer.steps.values()

@@ -23,6 +23,7 @@ from distft.checkpoint.folder import DCP, STATE_FILE, Manifest, is_complete, tem
 from distft.checkpoint.pending import PendingSave, finish_last, remember
 from distft.checkpoint.pickles import load_bytes
 from distft.checkpoint.randomness import random_file, random_state
+from distft.checkpoint.rotation import run_of
 from distft.peft import ADAPTER, base_model, is_peft, names_to_save, write_adapter
 from distft.process_group import from_rank0, group_rank, rendezvous, together
 from distft.training.wrappers import published_class, unwrap
@@ -101,7 +102,7 @@ def save_checkpoint(
                 _write_model_files(folder, model, processing_class)
                 if adapter:
                     write_adapter(folder / ADAPTER, unwrap(model), adapter)
-                manifest = _manifest(strategy, model, optimizer, step, extra)
+                manifest = _manifest(strategy, model, optimizer, path, step, extra)
         finishing = Finishing(folder, path, strategy.layout, group_rank(), captured, manifest, keep)
         if async_save:
             finish = partial(finishing.run, StoreExchange(f"distft/save/{nonce}"))
@@ -267,6 +268,7 @@ def _manifest(
     strategy: Saver,
     model: nn.Module,
     optimizer: Optimizer,
+    path: Path,
     step: int,
     extra: Mapping[str, Any] | None,
 ) -> Manifest:
@@ -308,6 +310,8 @@ def _manifest(
         optimizer_state=optimizer_state_names(model, optimizer) if strategy.layout == DCP else {},
         versions=_versions(),
         extra=dict(extra or {}),
+        run=run_of(optimizer),
+        folder=path.name,
     )
 
 

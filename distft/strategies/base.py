@@ -594,8 +594,10 @@ class Strategy(StrategyHooks):
             processing_class: A tokenizer or processor to save beside the weights.
             data: What `batches` returned, or anything with ``state_dict``.
             extra: Plain JSON values of your own.
-            keep: Number of complete checkpoints to keep in the folder above ``path``, this one
-                among them; once it is there, those with the fewest steps go. None keeps all.
+            keep: Number of complete checkpoints of this run to keep in the folder above ``path``,
+                this one among them; once it is there, those with the fewest steps go. A run is the
+                same after a `load`; what others wrote there, or was copied or renamed, stays.
+                None keeps all.
             async_save: Whether to write beside training.
 
         Raises:

@@ -69,13 +69,13 @@ def save_beside_training(strategy: Any, recipe: Recipe, root: Path) -> dict[str,
     strategy = hold(strategy)
     model, optimizer = recipe.apply(strategy)
     recipe.step(strategy, model, optimizer, 0)
-    strategy.save(root / "waited", model, optimizer, step=1)
+    strategy.save(root / "waited" / "step-1", model, optimizer, step=1)
     before = strategy.gather_weights(model)
     # What is drawn must be as it was: the random state is in the save.
-    pending = strategy.save(root / "beside", model, optimizer, step=1, async_save=True)
+    pending = strategy.save(root / "beside" / "step-1", model, optimizer, step=1, async_save=True)
     losses = [recipe.step(strategy, model, optimizer, step) for step in (1, 2)]
     moved = strategy.gather_weights(model)
-    there = (root / "beside").exists(), pending.done()
+    there = (root / "beside" / "step-1").exists(), pending.done()
     _GATE.set()
     path = pending.result()
     strategy.load(path, model, optimizer)

@@ -35,7 +35,7 @@ def test_a_save_beside_training_holds_the_bytes_of_its_moment(pools, tmp_path, s
         assert found["moved"]
         assert found["loaded"]
         assert found["again"] == found["losses"]
-        assert found["path"] == tmp_path / "beside"
+        assert found["path"] == tmp_path / "beside" / "step-1"
     waited, beside = files_of(tmp_path / "waited"), files_of(tmp_path / "beside")
     assert waited.keys() == beside.keys()
     assert [name for name in waited if waited[name] != beside[name]] == []

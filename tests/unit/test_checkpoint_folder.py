@@ -23,7 +23,7 @@ from distft.checkpoint.folder import (
 from distft.checkpoint.verify import _check_manifest
 
 
-def write_checkpoint(path: Path, step: int) -> Path:
+def write_checkpoint(path: Path, step: int, run: str = "a run") -> Path:
     """Write a folder with one file and its manifest."""
     (path / DCP).mkdir(parents=True)
     (path / DCP / "shard").write_bytes(b"123456789")
@@ -41,6 +41,8 @@ def write_checkpoint(path: Path, step: int) -> Path:
         optimizer_state={},
         versions={},
         extra={"note": [1, None, "x"]},
+        run=run,
+        folder=path.name,
     )
     (path / MANIFEST).write_text(manifest.to_json())
     return path

@@ -39,6 +39,19 @@ def test_what_is_not_complete_is_neither_counted_nor_touched(root):
     assert sorted(os.listdir(root)) == [being_written.name, "a", "b", "c", "mine", "notes.txt"]
 
 
+def test_what_the_run_did_not_write_is_neither_counted_nor_touched(root):
+    write_checkpoint(root / "another", 1, run="another run")
+    write_checkpoint(root / "of before", 1, run="")
+    # The best one so far, put aside, and one that was renamed.
+    shutil.copytree(root / "d", root / "best")
+    (root / "c").rename(root / "good")
+    rotate(root / "a", 1)
+    assert sorted(os.listdir(root)) == ["a", "another", "best", "good", "of before"]
+    rotate(root / "of before", 1)
+    rotate(root / "another", 1)
+    assert sorted(os.listdir(root)) == ["a", "another", "best", "good", "of before"]
+
+
 def test_fewer_than_are_kept_all_stay(root):
     rotate(root / "a", 9)
     assert sorted(os.listdir(root)) == ["a", "b", "c", "d", "e"]
