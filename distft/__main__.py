@@ -56,7 +56,7 @@ def _add_consolidate(commands: Any) -> None:
     )
     command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
     command.add_argument("--config", help="config.json of the model, or a folder with one")
-    _add_max_ram(command)
+    _add_ram_and_check(command)
     command.set_defaults(run=_consolidate)
 
 
@@ -77,7 +77,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("--dtype", help="dtype of the weights; default as trained")
     command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
     command.add_argument("--config", help="config.json of the model, or a folder with one")
-    _add_max_ram(command)
+    _add_ram_and_check(command)
     command.set_defaults(run=_convert)
 
 
@@ -95,7 +95,7 @@ def _add_reshard(commands: Any) -> None:
     command.add_argument(
         "--native", action="store_true", help="of zero3: the files that its engine writes itself"
     )
-    _add_max_ram(command)
+    _add_ram_and_check(command)
     command.set_defaults(run=_reshard)
 
 
@@ -246,8 +246,9 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_max_ram(command: Any) -> None:
+def _add_ram_and_check(command: Any) -> None:
     command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
+    command.add_argument("--check", action="store_true", help="verify the checkpoint first")
 
 
 def _consolidate(options: argparse.Namespace) -> int:
@@ -265,6 +266,7 @@ def _consolidate(options: argparse.Namespace) -> int:
             config=options.config,
             advance=advance,
             base=options.base,
+            check=options.check,
         )
     return _wrote(options, out, "weights", "*.safetensors")
 
@@ -283,6 +285,7 @@ def _convert(options: argparse.Namespace) -> int:
             options.config,
             options.base,
             advance,
+            options.check,
         )
     return _wrote(options, out, "state", "*.safetensors", "*.distcp", "*.pt")
 
@@ -299,6 +302,7 @@ def _reshard(options: argparse.Namespace) -> int:
             options.max_ram,
             advance,
             options.native,
+            options.check,
         )
     # The tensors of either layout; beside them lie config, tokenizer and random states.
     return _wrote(options, out, "state", "dcp/*", "deepspeed/*")

@@ -17,6 +17,7 @@ from distft.checkpoint.readers import read_map
 from distft.checkpoint.resharding import MODEL, OPTIMIZER, Source
 from distft.checkpoint.shards import LogicalTensor, ShardMap
 from distft.checkpoint.target import check_new, check_target, written_whole
+from distft.checkpoint.verify import refuse_broken
 from distft.checkpoint.writers import universal, zero3
 from distft.checkpoint.writers.dcp import DcpFolder, Value, plan_dcp
 from distft.checkpoint.writers.pickled import Stored
@@ -46,6 +47,7 @@ def convert(
     config: Any = None,
     base: str | Path | None = None,
     advance: Callable[[int], None] | None = None,
+    check: bool = False,
 ) -> Path:
     """Write a checkpoint of any format in that of another tool, and return the folder.
 
@@ -66,6 +68,7 @@ def convert(
         config: As in `distft.consolidate`, for ``"safetensors"`` alone.
         base: As in `distft.consolidate`, for ``"safetensors"`` alone.
         advance: Called with the number of bytes after each window, from any thread.
+        check: As in `distft.consolidate`.
 
     Raises:
         ValueError: The format is none of these, ``path`` is no checkpoint, a broken one, or one
@@ -91,10 +94,13 @@ def convert(
             config=config,
             base=base,
             advance=advance,
+            check=check,
         )
     limit = parse_bytes("max_ram", max_ram)
     source = Source(read_map(path), None) if format == "dcp" else Source.read(path)
     found, out = source.found, Path(out).absolute()
+    if check:
+        refuse_broken(path)
     refuse_damaged_source(found.root)
     check_target(out, Path(path) if Path(path).is_file() else found.root)
     check_new(out)

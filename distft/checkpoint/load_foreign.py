@@ -14,9 +14,12 @@ from distft.checkpoint.foreign_run import open_dcp_run, open_torch_run
 from distft.checkpoint.groups import group_settings
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.randomness import derive_random_state
+from distft.checkpoint.readers.dcp import read_items
+from distft.checkpoint.records import TORCH_FILES, refuse_broken_records
+from distft.checkpoint.shards import LogicalTensor
 from distft.checkpoint.takeover import take_over
 from distft.checkpoint.whole_run import IMPLEMENTATION, WholeRun, check_run
-from distft.process_group import group_rank, together
+from distft.process_group import group_rank, group_size, together
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +96,7 @@ def load_foreign(
     Collective: every rank.
     """
     with together():
+        _refuse_damage(found)
         if data is not None:
             raise ValueError(
                 f"load(data=...) was asked for, and {found.path} is {found.kind}: its position in "
@@ -124,6 +128,20 @@ def load_foreign(
             left,
         )
     return step
+
+
+def _refuse_damage(found: Adoption) -> None:
+    """Raise where files are not what their CRCs are of; each rank looks at its share of them."""
+    names = {name for files in found.parts.values() for name in files}
+    if found.tag is not None:
+        names |= {f"{found.tag}/{file.name}" for file in (found.path / found.tag).glob("*.pt")}
+    archives = [name for name in names if name.endswith(TORCH_FILES)]
+    by_size = sorted(archives, key=lambda name: ((found.path / name).stat().st_size, name))
+    tensors: list[LogicalTensor] = []
+    if found.reader == "dcp":
+        tensors += read_items(found.path, found.path).tensors.values()
+    rank, ranks = group_rank(), group_size("Strategy.load")
+    refuse_broken_records(found.path, by_size[rank::ranks], tensors[rank::ranks])
 
 
 def _load_whole(

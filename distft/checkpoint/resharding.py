@@ -27,6 +27,7 @@ from distft.checkpoint.publish import check_whole, main_dtype
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.shards import LogicalTensor, OptimizerState, ShardMap
 from distft.checkpoint.target import check_new, check_target, written_whole
+from distft.checkpoint.verify import refuse_broken
 from distft.checkpoint.writers.dcp import DcpFolder, plan_dcp
 from distft.checkpoint.writers.pickled import Stored
 from distft.checkpoint.writers.torch_zip import Archives
@@ -102,6 +103,7 @@ def reshard_checkpoint(
     max_ram: str | int = "2GB",
     advance: Callable[[int], None] | None = None,
     sub_group_size: int | None = None,
+    check: bool = False,
 ) -> Path:
     """Write a checkpoint that a strategy resumes; see `distft.reshard`.
 
@@ -114,12 +116,15 @@ def reshard_checkpoint(
         advance: Called with the number of bytes after each window.
         sub_group_size: That of a stage-3 engine whose own files are to be written for so many
             ranks, or None for a layout that any number reads.
+        check: Whether to verify it first.
 
     Collective: none.
     """
     limit = parse_bytes("max_ram", max_ram)
     mesh = strategy.mesh(world_size)
     found, out = source.found, Path(out).absolute()
+    if check:
+        refuse_broken(found.root)
     refuse_damaged_source(found.root)
     check_target(out, found.root)
     check_new(out)

@@ -12,15 +12,14 @@ from distft.checkpoint.checksums import damage
 from distft.checkpoint.config_shapes import unlike_config
 from distft.checkpoint.folder import MANIFEST, find_checkpoint, read_manifest
 from distft.checkpoint.readers import UnknownFormat, is_of_distft, read_map
-from distft.checkpoint.readers.chunks import Chunks
 from distft.checkpoint.readers.torch_zip import TorchZip, opened
+from distft.checkpoint.records import TORCH_FILES, check_records
 from distft.checkpoint.shards import ShardMap
 
 Verdict = Literal["broken", "consistent", "proven"]
 
 # Root of a zip that was written to an open file, whose name torch does not know.
 _NO_NAME = "archive"
-_TORCH_FILES = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,22 @@ def verify(path: str | Path, require: Verdict = "consistent") -> Verification:
     )
 
 
+def refuse_broken(path: str | Path) -> None:
+    """Raise where `verify` finds a checkpoint broken.
+
+    Raises:
+        ValueError: It is; the message has the first problem.
+
+    Collective: none.
+    """
+    found = verify(path)
+    if found.problems:
+        raise ValueError(
+            f"{found.path}: {found.problems[0]} ({len(found.problems)} in all). The checkpoint is "
+            "damaged: use another one."
+        )
+
+
 @dataclass(frozen=True)
 class _Checksums:
     """What checksums say: problems, whether they cover everything, and bytes they were made of."""
@@ -159,28 +174,17 @@ def _check_manifest(root: Path) -> _Checksums:
 def _check_files(found: ShardMap) -> _Checksums:
     """Check what single files say of themselves."""
     problems: list[str] = []
-    without: list[str] = []
-    read = 0
-    for name, size in found.files.items():
-        if not name.endswith(_TORCH_FILES):
-            without.append(name)
-            continue
+    archives = [name for name in found.files if name.endswith(TORCH_FILES)]
+    for name in archives:
         with opened(found.root / name) as descriptor:
-            archive = TorchZip(found.root / name, name, descriptor)
-            if archive.root not in (_NO_NAME, Path(name).stem):
-                problems.append(f"{name} was written as {archive.root}: it is renamed or swapped")
-            if not archive.has_checksums():
-                without.append(name)
-                continue
-            problems += [
-                f"{name} is damaged in its record {record}" for record in archive.broken_records()
-            ]
-            read += size
-    for tensor in found.all_tensors():
-        if isinstance(tensor.stored, Chunks):
-            broken, checked = tensor.stored.broken_items()
-            problems += [f"{tensor.name} is damaged {where}" for where in broken]
-            read += checked
+            root = TorchZip(found.root / name, name, descriptor).root
+            if root not in (_NO_NAME, Path(name).stem):
+                problems.append(f"{name} was written as {root}: it is renamed or swapped")
+    checked = check_records(found.root, archives, found.all_tensors())
+    problems += [text for broken, _ in checked for text in broken]
+    read = sum(size for _, size in checked)
+    sizes = dict(zip(archives, (size for _, size in checked), strict=False))
+    without = [name for name in found.files if not sizes.get(name)]
     notes = []
     if without:
         notes.append(f"{len(without)} files have no checksum of their own, such as {without[0]}.")

@@ -19,6 +19,7 @@ def reshard(
     max_ram: str | int = "2GB",
     advance: Callable[[int], None] | None = None,
     native: bool = False,
+    check: bool = False,
 ) -> Path:
     """Write a checkpoint of any layout as one that a strategy resumes, and return the folder.
 
@@ -36,6 +37,7 @@ def reshard(
         advance: Called with the number of bytes after each window, from any thread.
         native: For ZeRO-3: the files that its engine itself writes on ``world_size`` ranks, which
             it reads with all settings of all groups, in place of DeepSpeed's universal layout.
+        check: As in `distft.consolidate`.
 
     Raises:
         ValueError: ``path`` is no checkpoint, a broken one or one without an optimizer, ``out``
@@ -57,4 +59,6 @@ def reshard(
                 "loads what is written then."
             )
         sub_group_size = strategy.sub_group_size
-    return reshard_checkpoint(source, out, strategy, world_size, max_ram, advance, sub_group_size)
+    return reshard_checkpoint(
+        source, out, strategy, world_size, max_ram, advance, sub_group_size, check
+    )

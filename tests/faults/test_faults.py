@@ -40,6 +40,7 @@ def shim(tmp_path_factory):
 def test_no_death_and_no_full_disk_loses_a_checkpoint_or_leaves_half_of_one(
     shim, what, stride, first
 ):
+    # Case CONS-22
     environment = {
         **os.environ,
         "LD_PRELOAD": str(shim),

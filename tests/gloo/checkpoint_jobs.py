@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -140,6 +141,27 @@ def train_and_save(
 
 def _local(parameter: Any) -> Any:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def save_own_experts(recipe: Recipe, path: Path) -> None:
+    """Save as torch does, with experts by their own names, of which a rank knows every second."""
+    import tempfile
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    distft.init(seed=3)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe.build().save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+    numbers = {name: re.search(r"experts\.(\d+)\.", name) for name in tensors}
+    mine = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (found := numbers[name]) is None or int(found[1]) % 2 == dist.get_rank()
+    }
+    dcp.save({"model": mine}, checkpoint_id=path)
 
 
 def load_and_step(strategy: Any, recipe: Recipe, path: Path, steps: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import distft
-from distft import DDP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
+from distft import DDP, EP, FSDP2, HSDP, ZeRO1, ZeRO2, ZeRO3
 from distft.checkpoint.dcp import OPTIMIZER, safe_reader
 from tests.gloo.checkpoint_jobs import (
     LARGE,
@@ -23,6 +23,7 @@ from tests.gloo.checkpoint_jobs import (
     Recipe,
     load_and_save,
     load_and_step,
+    save_own_experts,
     train_and_save,
     train_on,
 )
@@ -260,17 +261,52 @@ def test_root_checkpoint_and_state_folder_mean_the_same_checkpoint(pools, tmp_pa
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), SIX, ids=IDS)
-def test_published_files_hold_what_save_pretrained_writes(pools, tmp_path, strategy, ranks):
-    # Case CONS-12 and the names of experts, one by one as transformers publishes them
-    live = pools(ranks).run(train_and_save, strategy, Recipe("M"), tmp_path / "saved", 1)[0]
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "name"),
+    [
+        *((*world, "M") for world in SIX),
+        *((strategy, 2, name) for strategy in (FSDP2(), ZeRO3()) for name in "XG"),
+    ],
+    ids=str,
+)
+def test_published_files_hold_what_save_pretrained_writes(pools, tmp_path, strategy, ranks, name):
+    # Cases CONS-12 and CONS-16: the names of experts, one by one or fused as a family has them
+    live = pools(ranks).run(train_and_save, strategy, Recipe(name), tmp_path / "saved", 1)[0]
     out = distft.consolidate(tmp_path / "saved", tmp_path / "out")
-    alone = Recipe("M").build()
+    alone = Recipe(name).build()
     alone.load_state_dict(live["weights"])
     alone.save_pretrained(tmp_path / "alone")
     assert equal(on_disk(out), on_disk(tmp_path / "alone"))
     assert (out / "config.json").read_text() == (tmp_path / "alone" / "config.json").read_text()
     load_clean(out)
+
+
+@pytest.mark.parametrize("size", ["1KB", "20KB", "1GB"])
+def test_experts_that_only_one_rank_knows_are_in_the_index_and_in_its_files(pools, tmp_path, size):
+    # Case CONS-18: under EP, and as parts of another tool's run with a name for each expert
+    recipe = Recipe("M")
+    live = pools(2).run(train_and_save, EP(ep=2), recipe, tmp_path / "ours", 1)[0]
+    pools(2).run(save_own_experts, recipe, tmp_path / "theirs")
+    recipe.build().save_pretrained(tmp_path / "alone")
+    for source, config in (("ours", None), ("theirs", tmp_path / "alone")):
+        out = tmp_path / f"{source}-out"
+        distft.consolidate(tmp_path / source, out, config=config, max_shard_size=size)
+        tensors = on_disk(out)
+        assert sum(".experts." in name for name in tensors) == 36
+        files = sorted(file.name for file in out.glob("*.safetensors"))
+        assert (out / "model.safetensors.index.json").is_file() == (size != "1GB")
+        if size != "1GB":
+            index = json.loads((out / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == 4 * 33_536
+            assert set(index["weight_map"]) == set(tensors)
+            assert sorted(set(index["weight_map"].values())) == files
+            assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+            for name, file in index["weight_map"].items():
+                with safe_open(out / file, "pt") as opened:
+                    assert name in opened.keys()  # noqa: SIM118
+        model = load_clean(out)
+        expected = live["weights"] if source == "ours" else dict(recipe.build().named_parameters())
+        assert equal(dict(model.named_parameters()), expected)
 
 
 # ---- resharding ---------------------------------------------------------------------------------
