@@ -12,6 +12,7 @@ import torch
 
 import distft
 from distft import DDP, FSDP2, ZeRO1, ZeRO2, ZeRO3
+from distft.checkpoint.readers import read_map
 from distft.testing import RanksFailed, WorkerPool
 from tests.gloo.adopt_jobs import (
     SAVED,
@@ -86,6 +87,32 @@ def test_a_run_of_trainer_with_deepspeed_goes_on_with_its_stage(pools, tmp_path)
     assert found.kind == "a checkpoint of Trainer, with DeepSpeed"
     assert (found.stage, found.step) == (2, 2)
     assert_goes_on(pools(2), found.path, "trainer", steps, (ZeRO2(),))
+
+
+def test_a_flipped_bit_in_another_tools_file_is_refused_on_every_rank(pools, writer, tmp_path):
+    [steps] = writer.run(run_accelerate, tmp_path / "state")
+    pools(2).run(run_dcp, tmp_path / "dcp", True)
+    file = tmp_path / "state" / "optimizer.bin"
+    torch.save({**torch.load(file, weights_only=True), "mark": torch.full((64,), 123.5)}, file)
+    marked = torch.full((64,), 123.5).numpy().tobytes()
+    flip(file, file.read_bytes().index(marked))
+    with pytest.raises(
+        RanksFailed, match=r"optimizer\.bin is damaged in its record data/\d+ "
+    ) as no:
+        pools(2).run(go_on, (FSDP2(),), tmp_path / "state", "accelerate", steps)
+    assert None not in no.value.errors
+    tensor = max(read_map(tmp_path / "dcp").tensors.values(), key=lambda t: t.num_elements)
+    piece = next(tensor.pieces())
+    flip(tmp_path / "dcp" / piece.file, piece.offset + 8)
+    with pytest.raises(RanksFailed, match=rf"{tensor.name} is damaged at byte \d+ of"):
+        pools(3).run(go_on, (ZeRO3(),), tmp_path / "dcp", "dcp", steps)
+
+
+def flip(file: Path, at: int) -> None:
+    """Let one bit of a file be another."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
 
 
 def test_numbers_that_cannot_be_this_models_parameters_are_refused(pools, writer, tmp_path):
