@@ -91,8 +91,8 @@ def consolidate(
             bits: the folder of a model, or a checkpoint. Its dtype is the default one, and the
             files that are written name it.
         check: Whether to `verify` ``path`` first. A checkpoint of distft is compared with its
-            checksums in any case; of other tools this reads all files once more, CRC-32 at 1 to 2
-            GB a second and thread, about as long as the conversion itself.
+            checksums in any case; of other tools this reads all files once more for the CRC-32 in
+            them, which takes about as long as the conversion itself.
 
     Raises:
         ValueError: ``path`` is no checkpoint, half one or a broken one, ``out`` lies inside it or
