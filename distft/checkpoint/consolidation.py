@@ -30,7 +30,6 @@ from distft.checkpoint.readers import read_map
 from distft.checkpoint.safetensors_reader import INDEX, SINGLE
 from distft.checkpoint.shards import CASTABLE, LogicalTensor
 from distft.checkpoint.target import check_target, written_whole
-from distft.checkpoint.verify import refuse_broken
 from distft.checkpoint.writers.adapter import write_adapter
 from distft.checkpoint.writers.safetensors import plan_files
 from distft.peft import ADAPTER, CONFIG_FILE, WEIGHTS_FILE
@@ -113,6 +112,8 @@ def consolidate(
     out = Path(out).absolute()
     check_target(out, Path(path) if Path(path).is_file() else found.root)
     if check:
+        from distft.checkpoint.verify import refuse_broken
+
         refuse_broken(path)
     refuse_damaged_source(found.root, weights_alone=True)
     held = find_adapter(found)

@@ -17,7 +17,6 @@ from distft.checkpoint.readers import read_map
 from distft.checkpoint.resharding import MODEL, OPTIMIZER, Source
 from distft.checkpoint.shards import LogicalTensor, ShardMap
 from distft.checkpoint.target import check_new, check_target, written_whole
-from distft.checkpoint.verify import refuse_broken
 from distft.checkpoint.writers import universal, zero3
 from distft.checkpoint.writers.dcp import DcpFolder, Value, plan_dcp
 from distft.checkpoint.writers.pickled import Stored
@@ -100,6 +99,8 @@ def convert(
     source = Source(read_map(path), None) if format == "dcp" else Source.read(path)
     found, out = source.found, Path(out).absolute()
     if check:
+        from distft.checkpoint.verify import refuse_broken
+
         refuse_broken(path)
     refuse_damaged_source(found.root)
     check_target(out, Path(path) if Path(path).is_file() else found.root)

@@ -27,7 +27,6 @@ from distft.checkpoint.publish import check_whole, main_dtype
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.shards import LogicalTensor, OptimizerState, ShardMap
 from distft.checkpoint.target import check_new, check_target, written_whole
-from distft.checkpoint.verify import refuse_broken
 from distft.checkpoint.writers.dcp import DcpFolder, plan_dcp
 from distft.checkpoint.writers.pickled import Stored
 from distft.checkpoint.writers.torch_zip import Archives
@@ -124,6 +123,8 @@ def reshard_checkpoint(
     mesh = strategy.mesh(world_size)
     found, out = source.found, Path(out).absolute()
     if check:
+        from distft.checkpoint.verify import refuse_broken
+
         refuse_broken(found.root)
     refuse_damaged_source(found.root)
     check_target(out, found.root)
