@@ -286,8 +286,8 @@ def test_experts_that_only_one_rank_knows_are_in_the_index_and_in_its_files(pool
     # Case CONS-18: under EP, and as parts of another tool's run with a name for each expert
     recipe = Recipe("M")
     live = pools(2).run(train_and_save, EP(ep=2), recipe, tmp_path / "ours", 1)[0]
-    pools(2).run(save_own_experts, recipe, tmp_path / "theirs")
     recipe.build().save_pretrained(tmp_path / "alone")
+    pools(2).run(save_own_experts, tmp_path / "alone", tmp_path / "theirs")
     for source, config in (("ours", None), ("theirs", tmp_path / "alone")):
         out = tmp_path / f"{source}-out"
         distft.consolidate(tmp_path / source, out, config=config, max_shard_size=size)
