@@ -15,6 +15,8 @@ _ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 def with_adapters(spec: ModelSpec, load: Workload) -> ModelSpec:
     """Return the tensors that train under a workload: the model's own, or adapters beside them.
 
+    With `tuning="qlora"` the linear layers of blocks are quantized, adapters on them or not.
+
     With adapters the model's are frozen, and each targeted linear layer of a block gets A (r, in)
     and B (out, r); with `expert_lora_rank` so do the experts' matrices, r for each expert. Names
     and order are PEFT's, but for experts, which PEFT nests.
@@ -72,6 +74,8 @@ def _adapted(tensor: TensorSpec, load: Workload) -> Iterator[TensorSpec]:
     frozen = replace(
         tensor, name=_PREFIX + tensor.name, unit=unit, bf16_unit=bf16_unit, trainable=False
     )
+    if load.tuning == "qlora" and _is_linear(tensor) and not tensor.kept:
+        frozen = replace(frozen, scales="nested" if load.double_quant else "plain")
     rank = _rank(tensor, load)
     if not rank:
         yield frozen
@@ -95,8 +99,7 @@ def _rank(tensor: TensorSpec, load: Workload) -> int:
     """Return the rank of the adapter on a tensor, 0 for none."""
     if tensor.is_expert:
         return (load.expert_lora_rank or 0) if len(tensor.shape) == 3 else 0
-    is_linear = len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.unit
-    if not is_linear or tensor.name.endswith(_ROUTERS):
+    if not _is_linear(tensor):
         return 0
     if load.lora_targets == "all-linear":
         return load.lora_rank
@@ -104,3 +107,9 @@ def _rank(tensor: TensorSpec, load: Workload) -> int:
     layer = tensor.name.removesuffix(".weight")
     is_named = any(layer == name or layer.endswith(f".{name}") for name in targets)
     return load.lora_rank if is_named else 0
+
+
+def _is_linear(tensor: TensorSpec) -> bool:
+    """Return whether a tensor is the matrix of a linear layer in a block."""
+    is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight") and not tensor.is_expert
+    return is_matrix and bool(tensor.unit) and not tensor.name.endswith(_ROUTERS)

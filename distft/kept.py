@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distft.quantized import packed_names
+
 # Set on a module.
 _MARK = "_distft_kept"
 
@@ -193,10 +195,12 @@ def bf16_plan(model: Any) -> re.Pattern[str] | None:
 
 def _by_user(model: Any) -> set[str]:
     """Return the names of what is fp32 where more of the weights come in bf16."""
+    # Packed weights are no numbers, so their dtype says nothing of the others.
+    packed = packed_names(model)
     weights = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not is_adapter(name)
+        if not is_adapter(name) and name not in packed
     }
     kinds = {name: str(p.dtype).removeprefix("torch.") for name, p in weights.items()}
     if not majority_is_bf16((kinds[name], p.numel()) for name, p in weights.items()):

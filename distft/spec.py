@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from distft.formulas._numbers import choice, whole
 from distft.formulas.architectures import Decoder, expert_numbers
 from distft.formulas.families import FAMILIES, ROUTED_IN_FP32
 from distft.formulas.fetch import Visit
+from distft.formulas.packed import packed_rows
 from distft.formulas.shape import Shape
 from distft.formulas.split_rules import EXPERT_RULES, TENSOR_RULES
 from distft.formulas.visits import module_visits
 from distft.kept import is_inside, kept_modules, kept_names
 from distft.presets import preset
+from distft.quantized import packed_layers, scales_of
 
 ROOT = ""
 
@@ -38,6 +40,9 @@ class TensorSpec:
         is_expert: Whether a token uses only its share, `experts_per_token / num_experts`.
         kept: Whether it stays fp32 where others train in bf16.
         bf16_unit: The unit in bf16, where it is another: what is kept is gathered on its own.
+        scales: What scales a weight of 4 bits: `"plain"` fp32 numbers, `"nested"` ones that are
+            quantized in their turn; None for a weight that is not quantized.
+        packed: Whether these are the bytes of such a weight, which have one dtype in a precision.
     """
 
     name: str
@@ -47,11 +52,23 @@ class TensorSpec:
     is_expert: bool = False
     kept: bool = False
     bf16_unit: str | None = None
+    scales: str | None = None
+    packed: bool = False
 
     @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def stored(self, precision: str) -> TensorSpec:
+        """Return the tensor as a rank stores it: packed where it is quantized.
+
+        Collective: none.
+        """
+        if self.scales is None:
+            return self
+        rows = packed_rows(self.numel, 4 if precision == "fp32" else 2)
+        return replace(self, shape=(rows, 1), trainable=False, packed=True)
 
 
 @dataclass(frozen=True)
@@ -183,6 +200,7 @@ class ModelSpec:
         """
         units = sharding_units(model)
         bf16_units, kept = gathered_units(model), kept_names(model)
+        layers = packed_layers(model)
         names: dict[int, str] = {}
         tensors, ties = [], []
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -192,6 +210,10 @@ class ModelSpec:
             names[id(parameter)] = name
             # DeepSpeed's stage 3 leaves an empty tensor and keeps the full shape beside it.
             shape = tuple(int(size) for size in getattr(parameter, "ds_shape", parameter.shape))
+            path, _, own = name.rpartition(".")
+            layer = layers.get(path) if own == "weight" else None
+            if layer is not None:
+                shape = (int(layer.out_features), int(layer.in_features))
             unit = next((unit for unit in units if name.startswith(f"{unit}.")), ROOT)
             other = next((unit for unit in bf16_units if is_inside(unit, name)), ROOT)
             tensors.append(
@@ -203,6 +225,7 @@ class ModelSpec:
                     ".experts." in name,
                     name in kept,
                     None if other == unit else other,
+                    None if layer is None else scales_of(layer),
                 )
             )
         num_experts, per_token = expert_numbers(getattr(model, "config", None))
@@ -222,6 +245,15 @@ class ModelSpec:
     def units(self) -> tuple[UnitSpec, ...]:
         """Sharding units: the blocks in order, then the rest of the model."""
         return self._units
+
+    def stored(self, precision: str) -> ModelSpec:
+        """Return the model as ranks store it, quantized weights as their packed bytes.
+
+        Collective: none.
+        """
+        if all(tensor.scales is None for tensor in self.tensors):
+            return self
+        return replace(self, tensors=tuple(tensor.stored(precision) for tensor in self.tensors))
 
     def units_in(self, precision: str) -> tuple[UnitSpec, ...]:
         """Return the sharding units of a precision: in bf16 what stays fp32 is a unit of its own.
@@ -305,13 +337,14 @@ class Workload:
         micro_batch: Rows of one micro-step on one rank.
         seq_len: Tokens of one row.
         grad_accum: Micro-steps of one optimizer step.
-        tuning: `"full"`, `"lora"` or `"qlora"`.
+        tuning: `"full"`, `"lora"` or `"qlora"`: weights of 4 bits, nf4, and adapters.
         lora_rank: Rank of the adapters on dense layers.
         lora_targets: `"all-linear"`, or the names of the modules that get adapters.
         expert_lora_rank: Rank of the adapters on experts; None leaves experts without.
         optimizer: `"adamw"` or `"adam"` (two moments), or `"sgd"` without momentum (none).
         attention: `"flash"`, `"sdpa"` or `"eager"`, which keeps the score matrix.
         loss: `"eager"`, `"compiled"`, `"chunked"` or `"fused"`: how much of the logits is kept.
+        double_quant: Whether the scales of 4-bit weights are quantized too.
 
     Raises:
         ValueError: A count is no whole number of at least 1, or a name is unknown.
@@ -327,6 +360,7 @@ class Workload:
     optimizer: str = "adamw"
     attention: str = "flash"
     loss: str = "eager"
+    double_quant: bool = True
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "seq_len", "grad_accum", "lora_rank"):
@@ -337,20 +371,6 @@ class Workload:
             choice(f"Workload({name}=...)", getattr(self, name), choices)
         if not isinstance(self.lora_targets, str):
             object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
-
-    def check_covered(self) -> None:
-        """Raise where strategies do not train this load, so that they have no costs for it.
-
-        Raises:
-            ValueError: The tuning is `"qlora"`.
-
-        Collective: none.
-        """
-        if self.tuning == "qlora":
-            raise ValueError(
-                "Workload(tuning='qlora') is not covered by the strategies of this version, "
-                "tuning='full' and 'lora' are. distft.plan estimates quantized weights."
-            )
 
     @property
     def tokens(self) -> int:

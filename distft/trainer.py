@@ -19,6 +19,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from distft._hf_trainer import StrategyAccelerator, leave_out_update
 from distft.checkpoint.folder import read_manifest
+from distft.checkpoint.pretrained import loaded_by
 from distft.checkpoint.randomness import random_state, set_random_state
 from distft.expert_lora import patterns_of_parameters
 from distft.process_group import group_rank, init, together
@@ -104,6 +105,9 @@ class Trainer(_Base):  # type: ignore[misc]
         init(seed=args.seed)
         chosen = chosen_strategy(strategy, args, model, kwargs.get("peft_config"))
         self.strategy = strategy_of(chosen, args)
+        if isinstance(model, nn.Module) and loaded_by(model) is None:
+            # Before TRL and transformers say other things of it.
+            self.strategy._check_quantized(model, kwargs.get("peft_config"))
         args.bf16 = self.strategy.precision != "fp32"
         self._saving_checkpoint, self._saved_step = False, -1
         self._micro_steps = 1

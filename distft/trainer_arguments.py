@@ -175,8 +175,8 @@ def check_objects(optimizers: tuple[Any, Any], model: Any, peft_config: Any) -> 
     """Raise where objects were built that sharding would leave behind.
 
     Raises:
-        ValueError: An optimizer or scheduler that is there already, quantized weights, or
-            dropout on adapters of parameters.
+        ValueError: An optimizer or scheduler that is there already, adapters on a model that is
+            spread, or dropout on adapters of parameters.
 
     Collective: none.
     """
@@ -194,9 +194,4 @@ def check_objects(optimizers: tuple[Any, Any], model: Any, peft_config: Any) -> 
         raise ValueError(
             "distft.Trainer(peft_config=...) got a model that load_model() has spread already: "
             "adapters on it would be trained by 1 rank each. Pass peft_config to load_model()."
-        )
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
-        raise ValueError(
-            "distft.Trainer got a model with quantized weights, and 0 strategies of this version "
-            "shard them. Load it without quantization_config."
         )

@@ -16,6 +16,7 @@ from distft.checkpoint.publish import main_dtype, read_config, same_values, tied
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.shards import LogicalTensor, ShardMap
 from distft.peft import base_name
+from distft.quantized import packed_in, published_name
 
 LORA = "LORA"
 # PEFT's name of single rows that are trained, of which a base in training is made too.
@@ -143,18 +144,20 @@ class ModelSource:
             if self.manifest is not None:
                 frozen = frozenset(chosen) - frozenset(self.manifest.trainable)
             chosen = {name: tensor for name, tensor in chosen.items() if name not in frozen}
-        return chosen
+        return _with_published_scales(chosen, self.config)
 
     def dtypes(self, asked: str | None) -> tuple[str | None, set[str], str]:
         """Return the dtype to cast to if any, the tensors left alone, and what the config says.
 
         Collective: none.
         """
+        # Packed bytes are no numbers, and their scales are what they were made with.
+        packed = set(packed_in(_with_published_scales(self.found.tensors, self.config)))
         if asked is not None:
-            return asked, set(), asked
+            return asked, packed, asked
         if self.manifest is not None:
             # What stayed fp32 beside bf16 weights, by its name without PEFT.
-            kept = {
+            kept = packed | {
                 base_name(name) or name
                 for name, saved in self.manifest.tensors.items()
                 if saved["dtype"] == "float32"
@@ -162,10 +165,10 @@ class ModelSource:
             return self.manifest.dtype, kept, self.manifest.dtype
         # DeepSpeed keeps fp32 masters of what is trained and the rest in 16 bits.
         if self.found.format == "deepspeed":
-            return "float32", set(), "float32"
+            return "float32", packed, "float32"
         said = main_dtype(self.found.tensors.values())
         # What an adapter brings is fp32 whatever its base is.
-        return (None if self.merged is None else said), set(), said
+        return (None if self.merged is None else said), packed, said
 
     def plan(self, tensors: Mapping[str, LogicalTensor], layout: Layout) -> Merge | None:
         """Return what the adapter changes, or None where only PEFT knows.
@@ -213,6 +216,22 @@ class ModelSource:
         if config is not None and rows and "vocab_size" in config:
             config = {**config, "vocab_size": next(iter(rows.values()))}
         return made, config
+
+
+def _with_published_scales(
+    tensors: Mapping[str, LogicalTensor], config: Mapping[str, Any] | None
+) -> dict[str, LogicalTensor]:
+    """Return tensors with the scales of packed weights under the names that transformers reads."""
+    said = (config or {}).get("quantization_config")
+    kind = said.get("bnb_4bit_quant_type", "nf4") if isinstance(said, Mapping) else "nf4"
+    packed = packed_in(tensors)
+    made = {}
+    for name, tensor in tensors.items():
+        ours = name in packed and not name.endswith(".weight") and ".weight." not in name
+        published = published_name(name, kind) if ours else name
+        if published is not None:
+            made[published] = replace(tensor, name=published)
+    return made
 
 
 def _without_peft(found: ShardMap) -> ShardMap:

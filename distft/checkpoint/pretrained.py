@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.quantize import check_config
 from distft.checkpoint.weights import Weights, find_weights
 from distft.peft import attach_to_skeleton
 from distft.process_group import base_seed, local_device, together
@@ -50,14 +51,17 @@ def load_model(
             class keeps so, and what is fp32 in files that are bf16 for the most part.
         peft_config: A ``peft.LoraConfig``: adapters are attached in the right order, with the
             values that `apply` gives them; `apply` gets none then.
-        quantization_config: Reserved for quantized weights; only None for now.
+        quantization_config: A ``BitsAndBytesConfig`` of 4 bits: linear layers are quantized one by
+            one as they are read, so no rank holds the model in 16 bits; each reads all of it. Bytes
+            are stored in the dtype in which the strategy computes. It needs a ``peft_config``.
         config: A transformers config to build from; default the folder's.
         model_class: The class to build, which must be the folder's; default the one that
             ``config.json`` names, from transformers.
 
     Raises:
         ValueError: There is no such folder, it holds another architecture, or tensors are missing,
-            too many, or of other shapes; each is named. Nothing has been allocated then.
+            too many, or of other shapes; each is named. Nothing has been allocated then. Or the
+            quantization is none that strategies spread, or has no adapters beside it.
         RuntimeError: There is no process group, or a package is missing.
         OutOfMemory: Memory ran out; what was predicted, what is held, and what would fit.
 
@@ -68,17 +72,16 @@ def load_model(
             f"load_model() needs a strategy, and got {strategy!r}. "
             "Pass one such as FSDP2() or distft.strategy('fsdp2')."
         )
-    if quantization_config is not None:
-        raise ValueError(
-            f"load_model(quantization_config={type(quantization_config).__name__}) is not "
-            "supported by this version. Leave quantization_config out."
-        )
     mesh = strategy.mesh()
     strategy._check_installed()
     with strategy._explained("load_model"), together():
         wanted = _floating(strategy._weight_dtype() if dtype is None else dtype)
-        weights = find_weights(Path(path), wanted, config, model_class)
+        if quantization_config is not None:
+            computed = _floating(strategy._compute_dtype())
+            quantization_config = check_config(quantization_config, peft_config, computed)
+        weights = find_weights(Path(path), wanted, config, model_class, quantization_config)
         strategy._check_model(weights.model)
+        strategy._check_quantized(weights.model, peft_config)
         if peft_config is not None:
             seed = base_seed()
             weights.adapt = lambda model, prepare: attach_to_skeleton(

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from distft.checkpoint.layouts import Layout, layout_of
 from distft.checkpoint.placement import held_blocks, narrow
+from distft.checkpoint.quantize import empty_layers, quantize_skeleton
 from distft.checkpoint.safetensors_reader import DTYPES, FileTensor, Reader, list_tensors
 from distft.kept import kept_names, majority_is_bf16, mark_kept
 from distft.peft import source_name
-from distft.process_group import group_rank, local_device
+from distft.process_group import group_rank, group_size, local_device
+from distft.quantized import quantize_into
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,8 @@ class Weights:
         advance: Called once for each tensor that has been read.
         adapt: From the model to one with adapters, where there are to be any; it takes what
             `attach` takes.
+        quantization: The config by which linear layers are quantized as they are read, or None.
+        packed: After `attach`, those layers by the names of their weights.
     """
 
     model: nn.Module
@@ -60,6 +64,9 @@ class Weights:
     advance: Callable[[], None] = lambda: None
     reader: Reader = field(default_factory=Reader)
     adapt: Callable[[nn.Module, Prepare | None], nn.Module] | None = None
+    quantization: Any = None
+    packed: Mapping[str, Any] = field(default_factory=dict)
+    _last: tuple[str, Any] = ("", None)
 
     def attach(self, prepare: Prepare | None = None) -> None:
         """Put the adapters on, after layers are split and before parameters are.
@@ -90,7 +97,9 @@ class Weights:
             else:
                 pieces[name] = self.pieces[source]
         self.held, self.pieces = held, pieces
-        replace_parameters(self.model, lambda _, parameter: parameter.detach().to("meta"))
+        replace_parameters(self.model, lambda _, p: p if p.is_meta else p.detach().to("meta"))
+        if self.quantization is not None:
+            self.packed = empty_layers(self.model, self.quantization)
 
     def fill(self, name: str, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor with the elements of a named one, from ``start`` on.
@@ -136,11 +145,37 @@ class Weights:
         self.advance()
 
     def _fill(self, name: str, start: int, out: Tensor) -> None:
-        if name in self.held:
-            whole = self.held[name].detach().reshape(-1)
+        whole = self._pack(name) if name in self.packed else self.held.get(name)
+        if whole is not None:
+            whole = whole.detach().reshape(-1)
             out.detach().view(-1).copy_(whole[start : start + out.numel()])
         else:
             self.reader.fill(self.pieces[name], start, out)
+
+    def _pack(self, name: str) -> Tensor:
+        """Return the packed bytes of a weight, whole, and let its layer keep its scales.
+
+        Scales are of blocks that cross rows, quantized ones of all blocks: a rank that holds a part
+        reads the whole tensor, and forgets it with the next one.
+        """
+        import torch
+
+        if self._last[0] != name:
+            self._last = ("", None)
+            layer = self.packed[name]
+            shape = (layer.out_features, layer.in_features)
+            is_transposed = layer.source_cls is not torch.nn.Linear
+            # As from_pretrained: the weight in the dtype of compute, then its blocks.
+            whole = torch.empty(
+                shape[::-1] if is_transposed else shape,
+                dtype=self.quantization.bnb_4bit_quant_storage,
+                device=local_device(),
+            )
+            self.reader.fill(self.pieces[name], 0, whole)
+            whole = whole.T.contiguous() if is_transposed else whole
+            self._last = (name, quantize_into(layer, whole))
+        found: Tensor = self._last[1]
+        return found
 
     def fill_buffers(self) -> None:
         """Give every buffer its value, on this rank's device: read, or as its build computed it.
@@ -162,7 +197,13 @@ class Weights:
                 setattr(module, name, buffer.to(device))
 
 
-def find_weights(folder: Path, dtype: torch.dtype, config: Any, model_class: Any) -> Weights:
+def find_weights(
+    folder: Path,
+    dtype: torch.dtype,
+    config: Any,
+    model_class: Any,
+    quantization: Any = None,
+) -> Weights:
     """Return a model without values, and where in the files each of its tensors lies.
 
     Args:
@@ -170,6 +211,7 @@ def find_weights(folder: Path, dtype: torch.dtype, config: Any, model_class: Any
         dtype: Of the model's floating parameters.
         config: A transformers config, or None for the folder's.
         model_class: The class to build or its name, or None for the one the config names.
+        quantization: By what linear layers are quantized as they are read, or None.
 
     Raises:
         ValueError: As `distft.load_model`.
@@ -212,12 +254,20 @@ def find_weights(folder: Path, dtype: torch.dtype, config: Any, model_class: Any
     reason = _why_whole(model, layout, files)
     pieces = {} if reason else match_tensors(folder, model, layout or Layout(), files)
     kept_in_files = _keep_fp32(model, pieces, files)
+    if reason and quantization is not None:
+        raise ValueError(
+            f"{folder}: {reason}, so each of {group_size('load_model()')} ranks would read the "
+            "whole model before it is quantized. Load it with from_pretrained(quantization_config="
+            "...), save it anew, or leave quantization_config out."
+        )
     if reason:
         if group_rank() == 0:
             logger.warning("%s: %s, so each rank reads the whole model first.", folder, reason)
         # Read in bf16, what the files keep in fp32 would be rounded.
         return _read_whole(folder, model, model_class, config, None if kept_in_files else dtype)
-    return Weights(model, pieces)
+    if quantization is not None:
+        quantize_skeleton(model, quantization)
+    return Weights(model, pieces, quantization=quantization)
 
 
 def _keep_fp32(

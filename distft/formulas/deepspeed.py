@@ -372,7 +372,7 @@ def _disk_lines(
 
 def _weight(tensor: Parameter, precision: str) -> int:
     """Return the bytes of an element of a tensor's weights."""
-    return _sizes("fp32" if tensor.kept else precision).weight
+    return _sizes("fp32" if tensor.kept and not tensor.packed else precision).weight
 
 
 def _groups(tensors: Sequence[Parameter]) -> list[list[Parameter]]:

@@ -310,12 +310,21 @@ def _sizes(precision: str) -> Bytes:
 def bytes_of_tensor(tensor: Parameter, precision: str) -> Bytes:
     """Return the bytes of one tensor's elements: fp32 throughout where it is kept so.
 
+    Packed bytes have no master of another dtype.
+
     Raises:
         ValueError: The precision is unknown.
 
     Collective: none.
     """
-    return _sizes("fp32" if tensor.kept else precision)
+    return _sizes(_kind(tensor, precision))
+
+
+def _kind(tensor: Parameter, precision: str) -> str:
+    """Return the precision whose bytes a tensor has."""
+    if tensor.packed:
+        return "fp32" if precision == "fp32" else "bf16"
+    return "fp32" if tensor.kept else precision
 
 
 def _report(
@@ -331,8 +340,8 @@ def _report(
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
     # Of one dtype each: what the precision says, and what stays fp32.
     kinds = [
-        (_sizes(kind), Shards.of([t for t in tensors if t.kept == kept], shards))
-        for kind, kept in ((precision, False), ("fp32", True))
+        (_sizes(kind), Shards.of([t for t in tensors if _kind(t, precision) == kind], shards))
+        for kind in dict.fromkeys((precision, "fp32", "bf16"))
     ]
 
     def held(bytes_of: Callable[[Bytes], int], trained: bool = True) -> tuple[int, ...]:

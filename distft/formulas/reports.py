@@ -48,6 +48,10 @@ class Parameter(Protocol):
     def kept(self) -> bool:
         """Whether it stays fp32 where others train in bf16."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether its elements are packed bytes, which have the dtype of compute throughout."""
+
 
 class Unit(Protocol):
     """Parameters that a sharded strategy gathers together."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from distft.quantized import scale_tensors
 from distft.training.wrappers import is_engine, unwrap
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class ModelStateBytes:
     """Bytes of model state on this rank: parameters, gradients, optimizer tensors.
 
-    ``on_disk`` is what ZeRO-3 holds of the optimizer's tensors in files, and nowhere else.
+    ``parameters`` counts the scales of packed weights too; ``on_disk`` is what ZeRO-3 holds of the
+    optimizer's tensors in files, and nowhere else.
     """
 
     parameters: int
@@ -102,6 +104,11 @@ def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
 
 
 def _parameter_tensors(model: Any) -> list[Any]:
+    scales: list[Any] = scale_tensors(unwrap(model))
+    return [*_weight_tensors(model), *scales]
+
+
+def _weight_tensors(model: Any) -> list[Any]:
     parameters: list[Any] = list(unwrap(model).parameters())
     if not is_engine(model):
         # Of a model that `load_model` has cut up and no engine has, parts hang on parameters too.

@@ -20,6 +20,7 @@ from distft.process_group import (
     seed_everything,
     together,
 )
+from distft.quantized import pack
 from distft.strategies.blocks import check_compiler, compile_blocks
 from distft.strategies.guards import (
     check_applied,
@@ -35,7 +36,7 @@ from distft.strategies.hooks import StrategyHooks
 from distft.strategies.links import on_links
 from distft.strategies.out_of_memory import explained, remember_optimizer
 from distft.strategies.precision import cast_parameters, compute_kept_in_fp32
-from distft.strategies.working import with_working_memory
+from distft.strategies.working import with_scales, with_working_memory
 from distft.training.clip import bounds_of, check_max_norm, clip, keep_bounds, take_bounds
 from distft.training.data import Batches, Collate
 from distft.training.evaluation import EvalResult, run_evaluation
@@ -206,6 +207,7 @@ class Strategy(StrategyHooks):
         if self.compile is not None:
             check_compiler()
         check_same_model(model)
+        self._check_quantized(model, peft_config)
         if mesh.dp_shard > 1:
             check_shapes(self, model)
         self._check_model(model)
@@ -227,6 +229,7 @@ class Strategy(StrategyHooks):
             model = self._attach_adapters(model, peft_config)
             check_same_model(model)
             cast_parameters(model, dtype)
+        pack(model)
         groups, bounds = take_bounds(name_groups(model, param_groups))
         if self.activation_checkpointing:
             enable_checkpointing(model)
@@ -707,6 +710,16 @@ class Strategy(StrategyHooks):
 
     # ---- costs ------------------------------------------------------------------------------
 
+    def _check_costs(self, spec: ModelSpec, mesh: Mesh) -> None:
+        """Raise for what `apply` refuses, which has no costs."""
+        quantized = sum(tensor.scales is not None for tensor in spec.tensors)
+        if quantized and mesh.tp * mesh.ep > 1:
+            raise ValueError(
+                f"{self!r} splits layers over tp={mesh.tp} and ep={mesh.ep}, and {quantized} "
+                "tensors are packed in 4 bits, which it does not train. Use FSDP2, HSDP, ZeRO or "
+                "DDP for tuning='qlora'; distft.plan estimates quantized weights."
+            )
+
     def memory(self, spec: ModelSpec, load: Workload, *, world_size: int) -> MemoryReport:
         """Return the bytes that each rank holds in the phases of a step.
 
@@ -730,8 +743,11 @@ class Strategy(StrategyHooks):
 
         Collective: none.
         """
-        load.check_covered()
-        return self._memory(with_adapters(spec, load), load, self.mesh(world_size))
+        mesh = self.mesh(world_size)
+        trained = with_adapters(spec, load)
+        self._check_costs(trained, mesh)
+        report = self._memory(trained.stored(self.precision), load, mesh)
+        return with_scales(report, trained)
 
     def traffic(
         self,
@@ -754,7 +770,8 @@ class Strategy(StrategyHooks):
 
         Collective: none.
         """
-        load.check_covered()
         mesh = self.mesh(world_size)
-        report = self._traffic(with_adapters(spec, load), load, mesh)
+        trained = with_adapters(spec, load)
+        self._check_costs(trained, mesh)
+        report = self._traffic(trained.stored(self.precision), load, mesh)
         return report if cluster is None else on_links(report, mesh, cluster)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distft.mesh import Mesh
 from distft.peft import attach_adapters
 from distft.process_group import base_seed
+from distft.strategies.packed import check_quantized, compute_dtype
 from distft.training.clip import GradientShards
 from distft.training.optimizers import OptimizerFactory, ParamGroup
 
@@ -149,6 +150,14 @@ class StrategyHooks(ABC):
     def _weight_dtype(self) -> str:
         """Return the dtype in which `load_model` reads weights for this strategy."""
         return "bfloat16" if getattr(self, "precision", "fp32") == "bf16" else "float32"
+
+    def _compute_dtype(self) -> str:
+        """Return the dtype of compute, in which packed weights are stored."""
+        return compute_dtype(getattr(self, "precision", "fp32"))
+
+    def _check_quantized(self, model: nn.Module, peft_config: Any) -> None:
+        """Raise ValueError where a model's quantized weights cannot be spread."""
+        check_quantized(self, model, peft_config)
 
     def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
         """Return the model of `load_model` with its values; the default reads it whole."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distft.kept import Keep, kept_modules, kept_names
 from distft.process_group import local_device
+from distft.quantized import packed_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
 def cast_parameters(model: nn.Module, dtype: str) -> None:
     """Cast the floating parameters of a model in place and leave its buffers alone.
 
-    Those marked by `kept.mark_kept` become fp32. ``module.to(bfloat16)`` would cast the rotary
-    frequencies too, which no checkpoint restores.
+    Those marked by `kept.mark_kept` become fp32, and packed bytes stay as they are.
+    ``module.to(bfloat16)`` would cast the rotary frequencies too, which no checkpoint restores.
 
     Collective: none.
     """
     import torch
 
-    kept = kept_names(model)
+    kept, packed = kept_names(model), packed_names(model)
     for name, parameter in model.named_parameters():
+        if name in packed:
+            continue
         target = torch.float32 if name in kept else getattr(torch, dtype)
         if parameter.is_floating_point() and parameter.dtype != target:
             parameter.data = parameter.data.to(target)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distft.formulas.packed import scale_bytes
 from distft.formulas.peak import Layout, Run, working_lines
-from distft.formulas.reports import MemoryLine, MemoryReport
+from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
 from distft.formulas.working import Kept
 
 if TYPE_CHECKING:
@@ -17,6 +18,22 @@ if TYPE_CHECKING:
 
 # What `consolidate` holds at most unless told otherwise (its `max_ram`).
 _CONSOLIDATION = 2_000_000_000
+
+
+def with_scales(report: MemoryReport, spec: ModelSpec) -> MemoryReport:
+    """Return a report of model state with the scales of packed weights, whole on every rank.
+
+    Collective: none.
+    """
+    size = sum(
+        scale_bytes(tensor.numel, tensor.scales == "nested")
+        for tensor in spec.tensors
+        if tensor.scales is not None
+    )
+    if not size:
+        return report
+    line = MemoryLine("scales of packed weights", "parameters", ALWAYS, (size,) * report.num_ranks)
+    return replace(report, lines=(*report.lines, line))
 
 
 def with_working_memory(

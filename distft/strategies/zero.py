@@ -565,7 +565,8 @@ class ZeRO3(ZeRO):
             # The engine sends each tensor from rank 0 before it cuts it up. The others would wait
             # for one that rank 0 could not read.
             with together():
-                if group_rank() == 0:
+                # Of a packed weight every rank keeps the scales.
+                if group_rank() == 0 or name in weights.packed:
                     weights.fill(name, 0, whole)
             # `.data`: views of one place would share one version counter, and autograd would take
             # a write to any of them for one to all.

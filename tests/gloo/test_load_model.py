@@ -444,7 +444,10 @@ def test_a_file_that_is_cut_short_is_found_before_anything_is_read(pools, folder
 @pytest.mark.parametrize(
     ("keywords", "part"),
     [
-        ({"quantization_config": {"bits": 4}}, "quantization_config=dict"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "takes a transformers.BitsAndBytesConfig.*got a dict",
+        ),
         ({"peft_config": {"r": 4}}, "takes a peft.LoraConfig"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,3 +74,16 @@ def test_targets_that_name_nothing_are_refused():
 def test_experts_of_a_dense_model_are_refused():
     with pytest.raises(ValueError, match=r"expert_lora_rank=1.*0 experts"):
         with_adapters(ModelSpec.from_config(tiny_config("L")), lora(expert_lora_rank=1))
+
+
+def test_qlora_quantizes_the_linear_layers_of_blocks_and_stores_them_packed():
+    load = lora(lora_rank=2, lora_targets=("q_proj",))
+    spec = ModelSpec.from_config(tiny_config("L"))
+    made = with_adapters(spec, replace(load, tuning="qlora", double_quant=False))
+    quantized = [tensor for tensor in made.tensors if tensor.scales is not None]
+    assert len(quantized) == 14
+    assert {tensor.scales for tensor in quantized} == {"plain"}
+    assert made.total_params == with_adapters(spec, load).total_params
+    matrix = next(tensor for tensor in quantized if "q_proj" in tensor.name)
+    assert matrix.stored("fp32").shape == (32 * 32 // 8, 1)
+    assert matrix.stored("bf16-mixed").shape == (32 * 32 // 4, 1)

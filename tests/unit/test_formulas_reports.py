@@ -174,13 +174,6 @@ def test_reports_print_the_implementation_and_the_paper(strategy):
     assert max(len(line) for line in f"{memory}\n{traffic}".splitlines()) <= 120
 
 
-def test_quantized_weights_are_refused_until_strategies_have_them():
-    load = Workload(tuning="qlora")
-    for ask in (FSDP2().memory, FSDP2().traffic):
-        with pytest.raises(ValueError, match=r"tuning='qlora'.*'full' and 'lora'.*distft\.plan"):
-            ask(L, load, world_size=2)
-
-
 def test_degrees_that_do_not_fit_the_ranks_are_refused():
     with pytest.raises(ValueError, match="4 ranks"):
         HSDP(dp_replicate=2, dp_shard=2).memory(L, LOAD, world_size=6)
