@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ABSMAX, CODE, FACTS = "absmax", "quant_map", "packing"
 NESTED_ABSMAX, NESTED_CODE, NESTED_OFFSET = "nested_absmax", "nested_quant_map", "nested_offset"
 BUFFERS = (ABSMAX, CODE, NESTED_ABSMAX, NESTED_CODE, NESTED_OFFSET, FACTS)
+# Elements that are quantized at once on the host, a multiple of every block.
+_AT_ONCE = 1 << 16
 # Set on a layer: what is no tensor of its scales, None before there are any.
 _MARK = "_distft_packed"
 
@@ -206,25 +208,41 @@ def pack_empty(layer: Any, storage: torch.dtype, is_nested: bool) -> None:
 def quantize_into(layer: Any, whole: Tensor) -> Tensor:
     """Return the packed bytes of a whole weight, and let a layer of `pack_empty` keep its scales.
 
+    Bit for bit what bitsandbytes' ``quantize_4bit`` gives of the whole. On the host it would take
+    64 bytes an element at once, so that blocks go to it a few at a time; scales are quantized
+    together, as it does.
+
     Collective: none.
     """
-    from bitsandbytes.functional import quantize_4bit
+    import torch
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
-    from distft.formulas.packed import BLOCK
+    from distft.formulas.packed import BLOCK, NESTED_BLOCK
 
-    storage = layer.weight.dtype
-    packed, state = quantize_4bit(
-        whole,
-        blocksize=BLOCK,
-        compress_statistics=NESTED_ABSMAX in layer._buffers,
-        quant_type=layer.quant_kind,
-        quant_storage=storage,
-    )
+    flat = whole.reshape(-1)
+    parts = [
+        quantize_4bit(
+            part,
+            blocksize=BLOCK,
+            compress_statistics=False,
+            quant_type=layer.quant_kind,
+            quant_storage=layer.weight.dtype,
+        )
+        for part in flat.split(_AT_ONCE if flat.device.type == "cpu" else flat.numel())
+    ]
+    state: Any = parts[0][1]
+    state.shape, state.absmax = whole.shape, torch.cat([part.absmax for _, part in parts])
+    if NESTED_ABSMAX in layer._buffers:
+        offset = state.absmax.mean()
+        absmax, nested = quantize_blockwise(state.absmax - offset, blocksize=NESTED_BLOCK)
+        facts = {"code": state.code, "blocksize": BLOCK, "quant_type": state.quant_type}
+        state = QuantState(
+            absmax, whole.shape, dtype=state.dtype, offset=offset, state2=nested, **facts
+        )
     for name, value in _buffers_of(state).items():
         layer._buffers[name] = value.to(whole.device)
     setattr(layer, _MARK, _facts_of(state))
-    made: Tensor = packed
-    return made
+    return torch.cat([packed for packed, _ in parts])
 
 
 def _register(layer: Any, packed: Tensor, buffers: Mapping[str, Tensor]) -> None:

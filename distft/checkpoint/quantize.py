@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from distft.peft import base_model
 from distft.quantized import pack_empty, packed_layers
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def empty_layers(model: nn.Module, quantization_config: Any) -> dict[str, Any]:
 
     Collective: none.
     """
+    # TRL would make the adapters bf16 that are there already, split or not.
+    base_model(model).is_loaded_in_4bit = False
     found = {}
     for path, layer in packed_layers(model).items():
         pack_empty(

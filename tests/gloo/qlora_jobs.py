@@ -311,3 +311,88 @@ def switch_adapters(strategy: Any) -> dict[str, Any]:
     inner.set_adapter("default")
     found["both"].append(logits_of(model))
     return found
+
+
+def train_plainly(folder: Path, changes: Mapping[str, Any]) -> Any:
+    """Return the log of TRL's own trainer on quantized weights, in one process."""
+    import os
+
+    import torch
+    from trl import SFTTrainer
+
+    from tests.gloo.trainer_jobs import arguments, rows, tokenizer
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    trainer = SFTTrainer(
+        quantized(),
+        arguments(folder, **changes),
+        train_dataset=rows(),
+        processing_class=tokenizer(),
+        peft_config=lora_config(**LORA),
+    )
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            # TRL makes adapters on quantized weights bf16; a strategy has the dtype of its weights.
+            parameter.data = parameter.data.to(torch.float32)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def train(folder: Path, strategy: Any, changes: Mapping[str, Any], resume: Any = None) -> Any:
+    """Return the log of a run of the Trainer under a strategy, and what it published."""
+    from safetensors.torch import load_file
+
+    from tests.gloo.trainer_jobs import arguments, rows, tokenizer
+
+    trainer = distft.Trainer(
+        quantized(),
+        arguments(folder, **changes),
+        strategy=strategy,
+        train_dataset=rows(),
+        processing_class=tokenizer(),
+        peft_config=lora_config(**LORA),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "published"))
+    return trainer.state.log_history, load_file(folder / "published/adapter_model.safetensors")
+
+
+def train_loaded(folder: Path, strategy: Any, changes: Mapping[str, Any]) -> Any:
+    """Return the log of a run whose model `load_model` has quantized, and the adapters' dtypes."""
+    from tests.gloo.trainer_jobs import arguments, rows, tokenizer
+
+    distft.init(seed=3)
+    trainer = distft.Trainer(
+        distft.load_model(
+            folder / "model",
+            strategy,
+            peft_config=lora_config(**LORA),
+            quantization_config=config(storage="uint8"),
+        ),
+        arguments(folder, **changes),
+        strategy=strategy,
+        train_dataset=rows(),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    weights = strategy.gather_weights(trainer.model_wrapped)
+    dtypes = {str(tensor.dtype) for name, tensor in weights.items() if ".lora_" in name}
+    return trainer.state.log_history, dtypes
+
+
+def refuse_full_tuning(folder: Path, strategy: Any) -> str:
+    """Return what the Trainer says of quantized weights without adapters."""
+    from tests.gloo.trainer_jobs import arguments, rows, tokenizer
+
+    try:
+        distft.Trainer(
+            quantized(),
+            arguments(folder),
+            strategy=strategy,
+            train_dataset=rows(),
+            processing_class=tokenizer(),
+        )
+    except ValueError as error:
+        return str(error)
+    return ""

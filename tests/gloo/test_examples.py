@@ -80,3 +80,16 @@ def test_moe_lora_trains_and_writes_an_adapter_for_each_expert(tmp_path):
     assert tuple(a.shape) == (2, 32)
     assert "<svg" in (run / "run.html").read_text()
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_qlora_quantizes_as_it_reads_trains_goes_on_and_publishes_an_adapter(tmp_path):
+    model = tmp_path / "model"
+    tiny_model("L").save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    rows().save_to_disk(str(tmp_path / "data"))
+    common = ("--model", str(model), "--dataset", str(tmp_path / "data"), "--rank", "2")
+    launch("qlora.py", tmp_path, *common, "--steps", "2")
+    launch("qlora.py", tmp_path, *common, "--steps", "3", "--resume")
+    run = tmp_path / "runs" / "qlora"
+    assert distft.latest(run) == run / "checkpoint-3"
+    assert (run / "model" / "adapter_model.safetensors").is_file()

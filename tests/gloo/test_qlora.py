@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +35,13 @@ from tests.gloo.qlora_jobs import (
     quantized,
     read_quantized,
     refusals,
+    refuse_full_tuning,
     save_patterns,
     switch_adapters,
+    train,
     train_and_save,
+    train_loaded,
+    train_plainly,
     train_prepared,
     train_under,
     with_nan_patterns,
@@ -43,6 +50,7 @@ from tests.gloo.qlora_jobs import (
 # PEFT reads a property by a name that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
+ROOT = Path(__file__).parents[2]
 FIVE = (DDP(), ZeRO1(), ZeRO2(), ZeRO3(), FSDP2())
 HSDP_2X2 = HSDP(dp_replicate=2, dp_shard=2)
 SIX = [*[(strategy, 2) for strategy in FIVE], (HSDP_2X2, 4)]
@@ -185,6 +193,50 @@ def test_weights_quantized_as_they_are_read_are_those_of_from_pretrained(
                 source = state if own == "absmax" else state.state2
                 assert torch.equal(tensor, source.absmax), name
         assert torch.isfinite(torch.tensor(found["loss"]))
+
+
+MEASURE = """
+import re, sys
+import torch
+from pathlib import Path
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+import distft
+
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def load(folder):
+    return distft.load_model(
+        folder, strategy,
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    )
+
+distft.init()
+strategy = distft.FSDP2(precision="bf16")
+load(sys.argv[1])
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+model = load(sys.argv[2])
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("layers", "width"), [(6, 768), pytest.param(16, 1024, marks=pytest.mark.slow)]
+)
+def test_quantizing_as_it_reads_holds_less_than_half_of_the_16_bit_model(tmp_path, layers, width):
+    tiny_model("L").save_pretrained(tmp_path / "small")
+    changes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 4 * width}
+    model = tiny_model("L", **changes)
+    model.save_pretrained(tmp_path / "large")
+    sixteen = 2 * sum(parameter.numel() for parameter in model.parameters())
+    del model
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) < sixteen / 2
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
@@ -345,3 +397,66 @@ def test_the_config_of_a_quantization_is_checked_before_anything_is_read():
         check_config(config(), None, torch.float32)
     with pytest.raises(ValueError, match=r"stores packed bytes as torch.float32"):
         check_config(config(), lora, torch.bfloat16)
+
+
+# ---- the Trainer --------------------------------------------------------------------------------
+
+
+TEN = {"max_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+def logged(history):
+    return [(entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def plain(pools, tmp_path_factory):
+    changes = {**TEN, "per_device_train_batch_size": 4}
+    return logged(pools(1).run(train_plainly, tmp_path_factory.mktemp("plain"), changes)[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        (FSDP2(), 2),
+        (ZeRO3(), 2),
+        *[
+            pytest.param(s, r, marks=pytest.mark.slow)
+            for s, r in SIX
+            if s not in (FSDP2(), ZeRO3())
+        ],
+    ],
+    ids=str,
+)
+def test_ten_steps_of_the_trainer_are_those_of_trl_and_another_strategy_goes_on(
+    pools, tmp_path, plain, strategy, ranks
+):
+    changes = {**TEN, "per_device_train_batch_size": 4 // ranks, "save_steps": 5}
+    changes["save_strategy"] = "steps"
+    found = pools(ranks).run(train, tmp_path, strategy, changes)
+    assert len(plain) == 10
+    for history, _ in found:
+        for ours, theirs in zip(logged(history), plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+    other = ZeRO2() if strategy == FSDP2() else FSDP2()
+    changes = {**changes, "per_device_train_batch_size": 2}
+    checkpoint = str(tmp_path / "checkpoint-5")
+    for history, published in pools(2).run(train, tmp_path / "on", other, changes, checkpoint):
+        for ours, theirs in zip(logged(history)[-5:], plain[-5:], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+        for name, tensor in published.items():
+            torch.testing.assert_close(tensor, found[0][1][name], rtol=0, atol=1e-5)
+
+
+def test_the_trainer_takes_a_model_that_was_quantized_as_it_was_read(pools, tmp_path):
+    tiny_model("L").save_pretrained(tmp_path / "model")
+    strategy = FSDP2(activation_checkpointing=True)
+    for history, dtypes in pools(2).run(train_loaded, tmp_path, strategy, TEN):
+        assert dtypes == {"torch.float32"}
+        assert len(logged(history)) == 10
+        assert logged(history)[-1][0] < 5
+
+
+def test_the_trainer_refuses_full_tuning_of_quantized_weights(pools, tmp_path):
+    for said in pools(2).run(refuse_full_tuning, tmp_path, ZeRO3()):
+        assert "14 layers of 4 bits and no adapters to train" in said
