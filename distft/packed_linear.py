@@ -45,7 +45,9 @@ def forward(layer: Any, x: Tensor) -> Tensor:
     """
     dtype = layer.compute_dtype or x.dtype
     bias = None if layer.bias is None else layer.bias.to(dtype)
-    if bias is not None and bias.requires_grad:
-        return (_Product.apply(x.to(dtype), layer, None) + bias).to(x.dtype)
-    found: Tensor = _Product.apply(x.to(dtype), layer, bias)
+    product: Any = _Product.apply
+    trained = bias is not None and bias.requires_grad
+    found: Tensor = product(x.to(dtype), layer, None if trained else bias)
+    if bias is not None and trained:
+        found = found + bias
     return found.to(x.dtype)

@@ -70,6 +70,8 @@ class Part:
     shape: tuple[int, ...]
     trainable: bool
     kept: bool
+    # Packed weights are not split further than by rows.
+    packed: bool = False
 
     @property
     def numel(self) -> int:

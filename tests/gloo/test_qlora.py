@@ -219,14 +219,15 @@ load(sys.argv[1])
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
 model = load(sys.argv[2])
-print(status("VmHWM") - before)
+held = [*(p.to_local() for p in model.parameters()), *model.buffers()]
+print(status("VmHWM") - before, sum(t.numel() * t.element_size() for t in held))
 """
 
 
 @pytest.mark.parametrize(
     ("layers", "width"), [(6, 768), pytest.param(16, 1024, marks=pytest.mark.slow)]
 )
-def test_quantizing_as_it_reads_holds_less_than_half_of_the_16_bit_model(tmp_path, layers, width):
+def test_quantizing_as_it_reads_holds_the_packed_model_and_little_more(tmp_path, layers, width):
     tiny_model("L").save_pretrained(tmp_path / "small")
     changes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 4 * width}
     model = tiny_model("L", **changes)
@@ -236,7 +237,10 @@ def test_quantizing_as_it_reads_holds_less_than_half_of_the_16_bit_model(tmp_pat
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) < sixteen / 2
+    peak, held = map(int, done.stdout.split()[-2:])
+    assert held < 0.3 * sixteen
+    assert peak < held + 40e6
+    assert peak < 0.75 * sixteen
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
