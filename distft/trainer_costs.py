@@ -76,6 +76,8 @@ def _attention(implementation: str | None) -> str:
 def predicted(strategy: Strategy, config: Any, load: Workload, world_size: int) -> dict[str, float]:
     """Return bytes by name: model state and peak of the heaviest rank, sent by a rank in a step.
 
+    Model state counts in host memory too, where it is offloaded; the peak is the device's.
+
     Raises:
         ValueError: The formulas do not know the model, or not this load.
 
@@ -85,7 +87,7 @@ def predicted(strategy: Strategy, config: Any, load: Workload, world_size: int) 
     memory = strategy.memory(spec, load, world_size=world_size)
     traffic = strategy.traffic(spec, load, world_size=world_size)
     return {
-        "model_state": memory.model_state_bytes,
+        "model_state": max(map(sum, zip(memory.per_rank, memory.host_per_rank, strict=True))),
         "peak_memory": memory.peak_bytes,
         "sent_per_step": float(traffic.bytes_per_step),
     }

@@ -48,6 +48,9 @@ def test_a_workload_is_read_from_model_arguments_and_adapters():
         distft.ModelSpec.from_config(tiny_config("M")), load, world_size=2
     )
     assert found["model_state"] == memory.model_state_bytes
+    offloaded = predicted(distft.ZeRO3(offload="params"), tiny_config("M"), load, 2)
+    kept = predicted(distft.ZeRO3(), tiny_config("M"), load, 2)
+    assert offloaded["model_state"] >= kept["model_state"] > 0
     with pytest.raises(ValueError, match="adafactor"):
         workload_of(model.config, arguments(optim="adafactor"), None, 40)
 
