@@ -61,7 +61,7 @@ def workload_of(config: Any, args: Any, peft_config: Any, seq_len: int) -> Workl
     targets = peft_config.target_modules
     return Workload(
         **common,
-        tuning="lora",
+        tuning="qlora" if getattr(config, "quantization_config", None) else "lora",
         lora_rank=peft_config.r,
         lora_targets=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
         expert_lora_rank=patterns.get(parameters[0], peft_config.r) if parameters else None,
