@@ -69,7 +69,8 @@ def _builder(model: str) -> Any:
     if not colon or Path(model).exists():
         return model
     # As `python -m` finds modules; ranks get the same path.
-    sys.path.insert(0, "")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

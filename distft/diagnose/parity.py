@@ -13,16 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distft
-from distft.diagnose.certificate import (
-    FAILED,
-    NOT_APPLICABLE,
-    PASSED,
-    QUANTITIES,
-    Certificate,
-    Difference,
-    StrategyResult,
-)
-from distft.diagnose.ranks import Built, Report, load_under, train_reference, train_under
+from distft.diagnose.certificate import Certificate, StrategyResult
+from distft.diagnose.one_strategy import StrategyRun
 from distft.diagnose.recipe import (
     BuildModel,
     CannotBuild,
@@ -31,6 +23,7 @@ from distft.diagnose.recipe import (
     Recipe,
     without_zeros,
 )
+from distft.diagnose.reference import Built, train_reference
 from distft.diagnose.shrink import Shrink
 from distft.spec import Workload, config_values
 from distft.strategies.base import Strategy
@@ -38,7 +31,7 @@ from distft.strategies.ddp import DDP
 from distft.strategies.parallel import EP, TP, NDParallel
 from distft.strategies.sharded import FSDP2, HSDP
 from distft.strategies.zero import ZeRO1, ZeRO2, ZeRO3
-from distft.testing.pool import GONE, RanksFailed, RanksTimedOut, WorkerPool
+from distft.testing.pool import RanksFailed, WorkerPool
 
 if TYPE_CHECKING:
     from distft.training.optimizers import OptimizerFactory
@@ -153,7 +146,7 @@ def parity(
     else:
         # A rank that waits at the door of a save alone says so before the time-out of all.
         env = {"DISTFT_RENDEZVOUS_TIMEOUT": "15"}
-        with WorkerPool(world_size, timeout=timeout, env=env) as started:
+        with WorkerPool(world_size, timeout=max(timeout, 300.0), env=env) as started:
             built, results = _run(started, recipe, chosen, timeout)
     return Certificate(
         built.model,
@@ -174,9 +167,9 @@ def _run(
 ) -> tuple[Built, tuple[StrategyResult, ...]]:
     with tempfile.TemporaryDirectory(prefix="distft-parity-") as name:
         folder = Path(name)
-        recipe, built = _build(pool, recipe, folder, timeout)
+        recipe, built = _build(pool, recipe, folder)
         runs = [
-            _Run(strategy, recipe, folder, folder / f"saved-{index}", timeout)
+            StrategyRun(strategy, recipe, folder, folder / f"saved-{index}", timeout)
             for index, strategy in enumerate(strategies)
         ]
         for run in runs:
@@ -187,7 +180,7 @@ def _run(
         return built, tuple(run.result() for run in runs)
 
 
-def _build(pool: WorkerPool, recipe: Recipe, folder: Path, timeout: float) -> tuple[Recipe, Built]:
+def _build(pool: WorkerPool, recipe: Recipe, folder: Path) -> tuple[Recipe, Built]:
     """Return the recipe whose model can be built, as narrow as it may be, and what it built."""
     attempts = [recipe]
     if recipe.shrink is not None:
@@ -196,127 +189,11 @@ def _build(pool: WorkerPool, recipe: Recipe, folder: Path, timeout: float) -> tu
     errors: list[str] = []
     for attempt in attempts:
         try:
-            return attempt, pool.run(train_reference, attempt, folder, timeout=timeout)[0]
+            return attempt, pool.run(train_reference, attempt, folder)[0]
         except RanksFailed as error:
             cause = error.errors[0]
             errors.append(str(cause) if isinstance(cause, CannotBuild) else str(error))
     raise ValueError(errors[0])
-
-
-class _Run:
-    """One strategy on its way through the check."""
-
-    def __init__(
-        self, strategy: Strategy, recipe: Recipe, folder: Path, path: Path, timeout: float
-    ) -> None:
-        self.strategy, self.path = strategy, path
-        self._recipe, self._folder, self._timeout = recipe, folder, timeout
-        self._reports: list[list[Report]] = []
-        self._status, self._reason = PASSED, ""
-        self._num_loads, self._seconds = 0, 0.0
-        self.saved = False
-
-    def train(self, pool: WorkerPool) -> None:
-        """Train and save under the strategy."""
-        try:
-            self.strategy.mesh(pool.world_size)
-        except ValueError as error:
-            self._status, self._reason = NOT_APPLICABLE, str(error)
-            return
-        self._call(pool, train_under, self.path)
-        self.saved = self._status == PASSED
-
-    def load(self, pool: WorkerPool, runs: Sequence[_Run]) -> None:
-        """Load what strategies have saved that passed so far."""
-        if self._status != PASSED:
-            return
-        sources = [(str(run.strategy), run.path) for run in runs if run.saved]
-        self._call(pool, load_under, sources)
-        self._num_loads = len(sources)
-
-    def _call(self, pool: WorkerPool, job: Any, argument: Any) -> None:
-        began = time.monotonic()
-        try:
-            reports = pool.run(
-                job, self.strategy, self._recipe, self._folder, argument, timeout=self._timeout
-            )
-        except RanksFailed as error:
-            self._fail(_what_failed(error, self._folder))
-        except RanksTimedOut as error:
-            self._fail(_who_waits(self._folder, pool.world_size, self._timeout) + f"\n{error}")
-        else:
-            self._reports.append(reports)
-            if reports[0].not_applicable is not None:
-                self._status, self._reason = NOT_APPLICABLE, reports[0].not_applicable
-            elif any(report.differs for report in reports):
-                self._status = FAILED
-        self._seconds += time.monotonic() - began
-
-    def _fail(self, reason: str) -> None:
-        self._status, self._reason = FAILED, reason
-
-    def result(self) -> StrategyResult:
-        """Return what became of it."""
-        differences: list[Difference] = []
-        largest: dict[tuple[str, str], float] = {}
-        for reports in self._reports:
-            differences += _merge(reports)
-            for found in (found for report in reports for found in report.found):
-                key = (found.when, found.quantity)
-                largest[key] = max(largest.get(key, 0.0), found.gap.error)
-        return StrategyResult(
-            str(self.strategy),
-            self._status,
-            self._reason,
-            tuple(differences),
-            largest,
-            self._num_loads,
-            round(self._seconds, 1),
-        )
-
-
-def _merge(reports: Sequence[Report]) -> list[Difference]:
-    """Return what differs on any rank, each once, in the order of the run."""
-    merged: dict[tuple[str, str, str], list[Any]] = {}
-    for rank, report in enumerate(reports):
-        for found in report.found:
-            if found.gap.differs:
-                key = (found.when, found.quantity, found.gap.name)
-                merged.setdefault(key, []).append((rank, found.gap))
-    stages = list(dict.fromkeys(found.when for report in reports for found in report.found))
-    made = []
-    # Stages in the order of the run, and in each what is computed first.
-    for when, quantity, name in sorted(
-        merged, key=lambda key: (stages.index(key[0]), QUANTITIES.index(key[1]))
-    ):
-        gaps = merged[when, quantity, name]
-        worst = max((gap for _, gap in gaps), key=lambda gap: (gap.error != gap.error, gap.error))
-        ranks = tuple(rank for rank, _ in gaps)
-        made.append(
-            Difference(when, quantity, name, worst.error, worst.tolerance, ranks, worst.values)
-        )
-    return made
-
-
-def _what_failed(error: RanksFailed, folder: Path) -> str:
-    raised = [(rank, cause) for rank, cause in enumerate(error.errors) if cause is not None]
-    # Where a process is gone, errors of the others come of that.
-    gone = [(rank, cause) for rank, cause in raised if str(cause) == GONE]
-    rank, cause = (gone or raised)[0]
-    where = _stage_of(folder, rank)
-    return f"rank {rank}{where}: {type(cause).__name__}: {cause}"
-
-
-def _who_waits(folder: Path, world_size: int, timeout: float) -> str:
-    stages = {rank: _stage_of(folder, rank) for rank in range(world_size)}
-    places = ", ".join(f"rank {rank}{where}" for rank, where in stages.items() if where)
-    return f"ranks did not come back in {timeout:g} s: {places or 'none had begun'}."
-
-
-def _stage_of(folder: Path, rank: int) -> str:
-    path = folder / f"stage-{rank}"
-    text = path.read_text() if path.is_file() else ""
-    return f", in {text}" if text else ""
 
 
 def _chosen(

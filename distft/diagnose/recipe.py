@@ -106,7 +106,7 @@ class Recipe:
             raise CannotBuild(
                 f"build_model returned a {type(model).__name__}, and a torch module is needed."
             )
-        return _without_chance(_with_factors(model.float())), dict(cut)
+        return _without_chance(_with_factors(_in_fp32(model))), dict(cut)
 
     def factory(self) -> Any:
         """Return what builds the optimizer.
@@ -186,6 +186,16 @@ def without_zeros(peft_config: Any) -> Any:
         changes["init_lora_weights"] = False
         changes["lora_alpha"] = SMALL * peft_config.lora_alpha
     return dataclasses.replace(peft_config, **changes)
+
+
+def _in_fp32(model: nn.Module) -> nn.Module:
+    """Cast what is floating; packed weights stay as they are."""
+    from itertools import chain
+
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
 
 
 def _with_factors(model: nn.Module) -> nn.Module:

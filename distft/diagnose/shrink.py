@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,6 +189,9 @@ def smaller_models(shrink: Callable[[Any], None]) -> Iterator[dict[str, Any]]:
         import torch
 
         kept = {name: value for name, value in more.items() if name not in _OF_THE_FILES}
+        if hasattr(kept.get("quantization_config"), "bnb_4bit_compute_dtype"):
+            kept["quantization_config"] = copy.copy(kept["quantization_config"])
+            kept["quantization_config"].bnb_4bit_compute_dtype = torch.float32
         if not hasattr(config, "to_dict"):
             config = cls.config_class.from_pretrained(path if config is None else config)
         cut(config)

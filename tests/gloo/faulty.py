@@ -344,10 +344,10 @@ class Dies(DDP):
         return super().train_step(*arguments)
 
 
-class Sleeps(DDP):
-    """One rank does not come to the save."""
+class Hangs(DDP):
+    """One rank does not come to its step, and the others wait in a collective."""
 
-    def save(self, *arguments, **more):
-        if dist.get_rank() == 1:
-            time.sleep(600)
-        return super().save(*arguments, **more)
+    def train_step(self, *arguments):
+        while dist.get_rank() == 1:
+            time.sleep(1)
+        return super().train_step(*arguments)

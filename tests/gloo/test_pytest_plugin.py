@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from distft.__main__ import main
+
 PLUGIN = "distft.testing.pytest_plugin"
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -56,24 +58,19 @@ def test_the_fixture_passes_and_fails_with_what_differs(tmp_path):
     assert "EP(): not applicable" in run.stdout
 
 
-def test_the_command_prints_one_json_object_and_its_exit_code_is_the_verdict(tmp_path):
-    code = "from distft.testing import tiny_model\n\n\ndef build():\n    return tiny_model('L')\n"
-    (tmp_path / "mine.py").write_text(code)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_the_command_prints_one_json_object_and_its_exit_code_is_the_verdict(tmp_path, capfd):
     page = tmp_path / "parity.md"
-    outs = []
-    for names, expected in ((["ddp", "fsdp2"], 0), (["ep"], 1)):
-        run = subprocess.run(
-            [sys.executable, "-m", "distft", "parity", "mine:build", "--strategies", *names,
-             "--world-size", "2", "--tuning", "lora", "--lora-rank", "2", "--markdown", page,
-             "--json"],
-            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert run.returncode == expected, run.stdout + run.stderr
-        outs.append(json.loads(run.stdout))
-    assert [result["status"] for result in outs[0]["results"]] == ["passed", "passed"]
-    assert outs[1]["results"][0]["reason"]
-    assert page.read_text().startswith("# Parity of LlamaForCausalLM: FAILED")
+    given = ["parity", "tests.gloo.parity_models:dense", "--world-size", "2", "--json"]
+    lora = ["--tuning", "lora", "--lora-rank", "2", "--markdown", str(page)]
+    assert main([*given, *lora, "--strategies", "ddp", "fsdp2"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [result["status"] for result in found["results"]] == ["passed", "passed"]
+    assert page.read_text().startswith("# Parity of LlamaForCausalLM: passed")
+    assert main([*given, "--strategies", "ep"]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert "has no experts" in found["results"][0]["reason"]
+    assert main(["parity", "tests.gloo.parity_models:none"]) == 1
+    assert "names no function" in capfd.readouterr().err
 
 
 def test_pytest_finds_the_plugin_by_its_entry_point():

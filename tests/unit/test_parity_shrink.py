@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from distft.diagnose.recipe import FromConfig
+from distft.diagnose.recipe import FromConfig, Recipe
 from distft.diagnose.shrink import Shrink, alike, smaller_models
 from distft.presets import preset
 from distft.testing import tiny_config
@@ -94,3 +96,31 @@ def test_a_model_too_large_to_keep_its_widths_is_refused():
 
 def test_sizes_keep_what_they_leave_over():
     assert [alike(size, 256, 4) for size in (151936, 50257, 131)] == [256, 257, 131]
+
+
+def test_a_quantized_model_is_small_quantized_and_its_other_weights_are_fp32(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    AutoConfig.for_model(**preset("Qwen3-8B")).save_pretrained(tmp_path)
+    recipe = Recipe(pickle.dumps(FourBit(str(tmp_path))), Shrink(4), 8)
+    model, _ = recipe.build()
+    layer = model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, bitsandbytes.nn.Linear4bit)
+    assert layer.compute_dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.uint8}
+    logits = model(input_ids=torch.tensor([[3, 5, 7, 9]])).logits
+    assert torch.isfinite(logits).all()
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """Loads a model as a QLoRA script does."""
+
+    folder: str
+
+    def __call__(self):
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        return AutoModelForCausalLM.from_pretrained(self.folder, quantization_config=config)
