@@ -120,6 +120,8 @@ def _arguments(steps: int, workload: paired.Workload) -> SFTConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        # transformers' default looks for them in each step, which nothing here needs.
+        ddp_find_unused_parameters=False,
         seed=0,
         data_seed=0,
     )
