@@ -199,8 +199,8 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def raise_together(error: BaseException | None) -> None:
-    """Raise the first failing rank's error on every rank; return where no rank has one.
+def raise_together(error: BaseException | None, value: Any = None) -> list[Any]:
+    """Raise the first failing rank's error on every rank; return each rank's value where none has.
 
     A raise on one rank alone leaves the others waiting in their next collective until it times
     out, so each rank tells all others before anybody leaves.
@@ -217,12 +217,12 @@ def raise_together(error: BaseException | None) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise error
-        return
+        return [value]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    failure = first_failure(everyone)
+    dist.all_gather_object(everyone, (mine, value))
+    failure = first_failure([failed for failed, _ in everyone])
     if failure is None:
-        return
+        return [told for _, told in everyone]
     is_value_error, text = failure
     raise (ValueError if is_value_error else RuntimeError)(text) from error
 

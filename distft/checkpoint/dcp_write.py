@@ -97,6 +97,7 @@ def capture_dcp(
 
     Collective: none.
     """
+    import torch
     import torch.distributed as dist
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -105,10 +106,12 @@ def capture_dcp(
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
-    parts = list(_own_parts(tensors, rank, world))
-    if copies is not None:
-        parts = [replace(part, tensor=copies.tensor(part.tensor)) for part in parts]
-        copies.wait()
+    # No graph: torch makes a node of it for each part that requires a gradient.
+    with torch.no_grad():
+        parts = list(_own_parts(tensors, rank, world))
+        if copies is not None:
+            parts = [replace(part, tensor=copies.tensor(part.tensor)) for part in parts]
+            copies.wait()
     return CapturedItems(rank, items, parts)
 
 

@@ -15,6 +15,7 @@ from distft.checkpoint.exchange import Exchange
 from distft.checkpoint.folder import MANIFEST, Manifest, SavedFile
 from distft.checkpoint.randomness import random_file
 from distft.checkpoint.rotation import rotate
+from distft.checkpoint.side_files import SideFiles
 from distft.process_group import failure_of, first_failure
 
 
@@ -30,6 +31,7 @@ class Finishing:
         captured: Its part of the state.
         manifest: On the first rank, what is said beside the files.
         keep: Number of checkpoints that stay, or None for all.
+        side: On the first rank, what it writes beside the state.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Finishing:
     captured: Captured
     manifest: Manifest | None
     keep: int | None
+    side: SideFiles | None
 
     def run(self, exchange: Exchange) -> None:
         """Write, and raise the first failing rank's error on every rank.
@@ -60,6 +63,8 @@ class Finishing:
             raise (ValueError if is_value_error else RuntimeError)(text)
 
     def _write(self) -> dict[str, Any]:
+        if self.side is not None:
+            self.side.write(self.folder)
         written = self.captured.write(self.folder / self.layout)
         files = {f"{self.layout}/{name}": saved for name, saved in written.files.items()}
         own = random_file(self.rank)

@@ -103,8 +103,20 @@ def finish_last() -> None:
 
     Collective: every rank.
     """
+    with together():
+        wait_for_last()
+
+
+def wait_for_last() -> None:
+    """Do the same on this rank; the caller tells the others.
+
+    Raises:
+        ValueError: As `finish_last`.
+        RuntimeError: As above.
+
+    Collective: none.
+    """
     global _last
     waiting, _last = _last, None
-    with together():
-        if waiting is not None:
-            waiting.finish()
+    if waiting is not None:
+        waiting.finish()

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import glob
 import importlib.metadata
 import json
-import pickle
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
-from functools import partial
-from io import BytesIO
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distft.checkpoint.capture import Captured, HostCopies, copies_for
-from distft.checkpoint.dcp import named_tensors, optimizer_scalars, optimizer_state_names
+from distft.checkpoint.dcp import named_tensors, optimizer_state_names
 from distft.checkpoint.exchange import StoreExchange, over_group
 from distft.checkpoint.finish import Finishing
-from distft.checkpoint.folder import DCP, STATE_FILE, Manifest, is_complete, temporary_name
-from distft.checkpoint.pending import PendingSave, finish_last, remember
-from distft.checkpoint.pickles import load_bytes
+from distft.checkpoint.folder import DCP, Manifest, is_complete, temporary_name
+from distft.checkpoint.pending import PendingSave, remember, wait_for_last
 from distft.checkpoint.randomness import random_file, random_state
 from distft.checkpoint.rotation import run_of
-from distft.peft import ADAPTER, base_model, is_peft, names_to_save, write_adapter
-from distft.process_group import from_rank0, group_rank, rendezvous, together
-from distft.training.wrappers import published_class, unwrap
+from distft.checkpoint.side_files import SideFiles, shared_or_each, write_values
+from distft.peft import ADAPTER, is_peft, names_to_save, write_adapter
+from distft.process_group import from_rank0, group_rank, raise_together, rendezvous, together
+from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,6 +31,8 @@ if TYPE_CHECKING:
 
     from distft.mesh import Mesh
 
+# What shows whether all ranks see one folder.
+_NONCE = "nonce"
 PACKAGES = ("distft", "torch", "transformers", "deepspeed", "peft", "accelerate")
 
 
@@ -80,36 +79,53 @@ def save_checkpoint(
     Collective: every rank.
     """
     rendezvous("Strategy.save")
-    finish_last()
     path = Path(path).absolute()
-    with together():
-        _check_request(path, step, extra, {"scheduler": scheduler, "data": data})
-        _check_keep(keep)
     nonce = from_rank0(secrets.token_hex(8))
     folder = path.parent / temporary_name(path.name, nonce)
+    first = group_rank() == 0
     try:
-        _make_folder(folder, path, nonce)
         with together():
+            wait_for_last()
+            _check_request(path, step, extra, {"scheduler": scheduler, "data": data})
+            _check_keep(keep)
+            if first:
+                _make_folder(folder, path, nonce)
+        with together():
+            _check_shared(folder, nonce)
+        captured = manifest = mine = states = error = None
+        # Every meeting of the ranks is time that training waits, so the states of the data, which
+        # the first rank writes, go with the word that nothing failed.
+        try:
             copies = copies_for(optimizer) if async_save else None
             captured = strategy._capture_state(model, optimizer, copies)
             adapter = _gather_adapter(strategy, model)
-        data_states = _data_states(data, strategy.mesh().tp)
-        manifest = None
-        with together():
-            _write_random_state(folder)
-            if group_rank() == 0:
-                _write_train_state(folder, model, optimizer, scheduler, data_states)
-                _write_model_files(folder, model, processing_class)
+            mine = None if data is None else data.state_dict()
+            write_values(folder / random_file(group_rank()), random_state())
+            if first:
+                (folder / _NONCE).unlink()
+                states = None if scheduler is None else scheduler.state_dict()
+                if processing_class is not None:
+                    processing_class.save_pretrained(folder)
                 if adapter:
                     write_adapter(folder / ADAPTER, unwrap(model), adapter)
                 manifest = _manifest(strategy, model, optimizer, path, step, extra)
-        finishing = Finishing(folder, path, strategy.layout, group_rank(), captured, manifest, keep)
+        except Exception as found:
+            error = found
+        everyone = raise_together(error, mine)
+        assert captured is not None
+        side = None
+        if first:
+            data_states = shared_or_each(everyone, strategy.mesh().tp)
+            side = SideFiles.of(model, optimizer, states, data_states)
+        finishing = Finishing(
+            folder, path, strategy.layout, group_rank(), captured, manifest, keep, side
+        )
         if async_save:
             finish = partial(finishing.run, StoreExchange(f"distft/save/{nonce}"))
             return remember(PendingSave(path, step, finish))
         finishing.run(over_group)
     except BaseException:
-        if group_rank() == 0:
+        if first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return path
@@ -158,25 +174,22 @@ def _check_request(
 
 
 def _make_folder(folder: Path, path: Path, nonce: str) -> None:
-    """Make the temporary folder on rank 0 and check that every rank sees it."""
-    with together():
-        if group_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for left_over in path.parent.glob(temporary_name(glob.escape(path.name), "*")):
-                shutil.rmtree(left_over, ignore_errors=True)
-            folder.mkdir()
-            (folder / "nonce").write_text(nonce)
-    with together():
-        seen = (folder / "nonce").read_text() if (folder / "nonce").is_file() else None
-        if seen != nonce:
-            raise RuntimeError(
-                f"Rank {group_rank()} does not see the folder {folder.parent} that rank 0 writes "
-                "to. Save to a file system that all machines share."
-            )
-    with together():
-        if group_rank() == 0:
-            (folder / "nonce").unlink()
-            (folder / "rng").mkdir()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in path.parent.glob(temporary_name(glob.escape(path.name), "*")):
+        shutil.rmtree(left_over, ignore_errors=True)
+    folder.mkdir()
+    (folder / _NONCE).write_text(nonce)
+    (folder / "rng").mkdir()
+
+
+def _check_shared(folder: Path, nonce: str) -> None:
+    """Refuse a folder that this rank does not see as the first one made it."""
+    seen = (folder / _NONCE).read_text() if (folder / _NONCE).is_file() else None
+    if seen != nonce:
+        raise RuntimeError(
+            f"Rank {group_rank()} does not see the folder {folder.parent} that rank 0 writes "
+            "to. Save to a file system that all machines share."
+        )
 
 
 def _gather_adapter(strategy: Saver, model: nn.Module) -> dict[str, Tensor]:
@@ -186,82 +199,6 @@ def _gather_adapter(strategy: Saver, model: nn.Module) -> dict[str, Tensor]:
     """
     inner = unwrap(model)
     return strategy._gather_weights(model, set(names_to_save(inner))) if is_peft(inner) else {}
-
-
-def _write_random_state(folder: Path) -> None:
-    _write_values(folder / random_file(group_rank()), random_state())
-
-
-def _write_values(path: Path, value: Any) -> None:
-    """Write what `load_values` reads; torch's own writing hides what the system says."""
-    import torch
-
-    data = BytesIO()
-    torch.save(value, data)
-    path.write_bytes(data.getbuffer())
-
-
-def _data_states(data: Any, copies: int) -> list[Any]:
-    """Return the state of the data: one that all ranks share, or (of a stream) each rank's own.
-
-    ``copies`` neighbours read the same rows and count as one.
-
-    Collective: every rank.
-    """
-    import torch.distributed as dist
-
-    with together():
-        mine = None if data is None else data.state_dict()
-    everyone: list[Any] = [mine]
-    if dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    same = len({pickle.dumps(state) for state in everyone}) == 1
-    return everyone[:1] if same else everyone[::copies]
-
-
-def _write_train_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, data_states: list[Any]
-) -> None:
-    """Write the small state, and read it back the way a load will."""
-    import torch
-
-    state = {
-        "groups": [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ],
-        "scalars": optimizer_scalars(model, optimizer),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "data": data_states,
-    }
-    for name, value in state.items():
-        data = BytesIO()
-        try:
-            torch.save(value, data)
-            data.seek(0)
-            load_bytes(data, folder / STATE_FILE)
-        except Exception as error:
-            raise ValueError(
-                f"save({name}=...) has a state that holds more than tensors and plain values, so "
-                "no load could read it without running code: "
-                f"{str(error).removeprefix(f'{folder / STATE_FILE} ').partition(', which')[0]}. "
-                "Keep functions and objects out of its state_dict()."
-            ) from error
-    _write_values(folder / STATE_FILE, state)
-
-
-def _write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
-    inner: Any = base_model(unwrap(model))
-    for name in ("config", "generation_config"):
-        config = copy.deepcopy(getattr(inner, name, None))
-        if config is not None and hasattr(config, "save_pretrained"):
-            if name == "config":
-                # Only save_pretrained of a model would write it, and readers choose by it.
-                config.architectures = [published_class(inner).__name__]
-            config.save_pretrained(folder)
-    if processing_class is not None:
-        processing_class.save_pretrained(folder)
 
 
 def _manifest(
@@ -323,6 +260,7 @@ def optimizer_name(optimizer: Any) -> str:
     return type(getattr(optimizer, "inner", optimizer)).__name__
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
