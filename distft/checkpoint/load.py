@@ -23,6 +23,7 @@ from distft.checkpoint.load_foreign import RunLoader, find_foreign, load_foreign
 from distft.checkpoint.mapped_run import mapped_run
 from distft.checkpoint.pending import finish_last
 from distft.checkpoint.pickles import load_values
+from distft.checkpoint.quantize import check_packing
 from distft.checkpoint.randomness import derive_random_state, random_file, set_random_state
 from distft.checkpoint.readers import read_map
 from distft.checkpoint.rotation import go_on_as
@@ -31,6 +32,7 @@ from distft.checkpoint.whole_run import check_run
 from distft.checkpoint.writers.universal import LATEST
 from distft.kept import is_adapter
 from distft.process_group import group_rank, group_size, rendezvous, together
+from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,6 +106,7 @@ def load_checkpoint(
         refuse_damage(folder, manifest, mine)
         native = _is_native(strategy, manifest, folder)
         _check_precision(strategy, manifest, folder, native)
+        check_packing(manifest, folder, unwrap(model), strategy.precision)
         _check_model(manifest, model, folder)
         _check_optimizer(manifest, optimizer, folder)
         small = _read_train_state(folder)

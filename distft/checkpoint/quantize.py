@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.publish import read_config
 from distft.peft import base_model
-from distft.quantized import pack_empty, packed_layers
+from distft.quantized import pack_empty, packed_in, packed_layers
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from distft.checkpoint.folder import Manifest
 
 
 def check_config(quantization_config: Any, peft_config: Any, dtype: torch.dtype) -> Any:
@@ -90,3 +95,29 @@ def empty_layers(model: nn.Module, quantization_config: Any) -> dict[str, Any]:
         )
         found[f"{path}.weight"] = layer
     return found
+
+
+def check_packing(manifest: Manifest, folder: Path, model: Any, precision: str) -> None:
+    """Raise where packed weights of a checkpoint mean something else than those of a model.
+
+    Raises:
+        ValueError: They are stored in another dtype, or of another type of 4 bits.
+
+    Collective: none.
+    """
+    number = sum(name.endswith(".weight") for name in packed_in(manifest.tensors))
+    saved = manifest.strategy.get("precision", precision)
+    if number and (saved == "fp32") != (precision == "fp32"):
+        raise ValueError(
+            f"{folder} holds {number} packed weights of a run with precision {saved!r}, stored in "
+            f"the dtype of its compute, and this run has {precision!r}. Load it in the precision "
+            "of the run, or take its adapter: consolidate(adapter='only')."
+        )
+    said = (read_config(folder) or {}).get("quantization_config") if number else None
+    kinds = {layer.quant_kind for layer in packed_layers(model).values()}
+    if isinstance(said, Mapping) and kinds and {said.get("bnb_4bit_quant_type")} != kinds:
+        raise ValueError(
+            f"{folder} holds {number} packed weights of type {said.get('bnb_4bit_quant_type')}, "
+            f"and this model has {len(packed_layers(model))} of {', '.join(sorted(kinds))}. "
+            "Quantize it as the run did."
+        )

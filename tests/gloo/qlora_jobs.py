@@ -237,6 +237,24 @@ def load_and_step(strategy: Any, path: Path) -> dict[str, Any]:
     return {"losses": losses, "last": as_bytes(strategy.gather_weights(model))}
 
 
+def refused_loads(strategy: Any, path: Path) -> list[str]:
+    """Return what loads into models of other packed weights say."""
+    from transformers import BitsAndBytesConfig
+
+    fp4 = BitsAndBytesConfig(**{**config().to_dict(), "bnb_4bit_quant_type": "fp4"})
+    said = []
+    for other, changes in (
+        (strategy, {"quantization": fp4}),
+        (replace(strategy, precision="bf16-mixed"), {"dtype": "bfloat16"}),
+    ):
+        model, optimizer = apply(other, quantized(**changes))
+        try:
+            other.load(path, model, optimizer)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def measure(strategy: Any, nested: bool) -> dict[str, Any]:
     """Return this rank's bytes, those of packed weights, and the collectives of a step."""
     import torch

@@ -36,6 +36,7 @@ from tests.gloo.qlora_jobs import (
     read_quantized,
     refusals,
     refuse_full_tuning,
+    refused_loads,
     save_patterns,
     switch_adapters,
     train,
@@ -311,6 +312,14 @@ def test_a_run_goes_on_to_the_bit_and_under_other_strategies(pools, tmp_path, sa
             for name, tensor in live[0]["last"].items():
                 if tensor.dtype == torch.uint8:
                     assert torch.equal(found["last"][name], tensor), name
+
+
+def test_packed_weights_of_another_kind_or_precision_are_not_loaded(pools, tmp_path):
+    pools(2).run(train_and_save, FSDP2(), tmp_path / "saved")
+    for said in pools(2).run(refused_loads, FSDP2(), tmp_path / "saved"):
+        assert "14 packed weights of type nf4, and this model has 14 of fp4" in said[0]
+        assert "14 packed weights of a run with precision 'fp32'" in said[1]
+        assert "this run has 'bf16-mixed'" in said[1]
 
 
 @pytest.mark.parametrize("strategy", [FSDP2(), ZeRO3(), ZeRO1()], ids=str)

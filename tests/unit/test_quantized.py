@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
 
-from distft.quantized import pack_empty, packed_in, published_name, quantize_into, state_of
+from distft.quantized import (
+    pack,
+    pack_empty,
+    packed_in,
+    published_name,
+    quantize_into,
+    state_of,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,3 +51,21 @@ def test_packed_tensors_are_found_by_their_names_beside_and_below_the_weight():
     published = {published_name(f"a.{own}", "nf4") for own in ("absmax", "packing", "quant_map")}
     assert packed_in({"a.weight", *published}) == {"a.weight", *published}
     assert published_name("a.nested_offset", "nf4") is None
+
+
+def test_the_product_keeps_no_bytes_for_the_backward_pass_and_equals_that_of_bitsandbytes():
+    plain = bitsandbytes.nn.Linear4bit(64, 48, bias=True, quant_type="nf4").to("cpu")
+    mine = copy.deepcopy(plain)
+    pack(mine)
+    x, other = (torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    for tensor in (x, other):
+        tensor.requires_grad_()
+    expected, found = plain(x), mine(other)
+    assert torch.equal(expected, found)
+    gathered = mine.weight.data
+    mine.weight.data = torch.empty(0, dtype=gathered.dtype)
+    mine.weight.data = gathered.clone()
+    gathered.zero_()
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert torch.equal(x.grad, other.grad)
