@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -77,6 +79,19 @@ def test_ten_steps_of_adapters_on_experts_log_what_trl_logs_on_one_process(
 @pytest.mark.parametrize(("strategy", "ranks", "data_ranks", "router"), MORE, ids=str)
 def test_so_do_other_meshes(pools, tmp_path, strategy, ranks, data_ranks, router):
     check(pools, tmp_path, strategy, ranks, data_ranks, router)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [FSDP2(), ZeRO3(), EP(ep=2)], ids=str)
+def test_in_bf16_ten_steps_are_near_those_of_one_process(pools, tmp_path, strategy):
+    changes = {"bf16": True, "eval_strategy": "no"}
+    alone = {**changes, "gradient_accumulation_steps": 4}
+    expected, _ = pools(1).run(jobs.train_plainly, tmp_path, "M", False, alone)[0]
+    mixed = replace(strategy, precision="bf16-mixed")
+    for history, _ in pools(2).run(jobs.train, tmp_path, mixed, "M", False, changes):
+        for mine, theirs in zip(logged(history), logged(expected), strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=5e-3)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
 
 
 EP_FSDP = NDParallel(dp_shard=4, ep=2)
