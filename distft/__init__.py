@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from distft.checkpoint.verify import Verification as Verification
     from distft.checkpoint.verify import verify as verify
     from distft.diagnose.certificate import Certificate as Certificate
+    from distft.diagnose.hangs import HangWatch as HangWatch
+    from distft.diagnose.hangs import watch_hangs as watch_hangs
+    from distft.diagnose.invariants import Invariants as Invariants
+    from distft.diagnose.invariants import hold_invariants as hold_invariants
     from distft.diagnose.parity import parity as parity
     from distft.expert_lora import moe_lora as moe_lora
     from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
@@ -62,8 +66,10 @@ _HOMES = {
     "ExpertLoad": "distft.training.experts",
     "FSDP2": "distft.strategies.sharded",
     "HSDP": "distft.strategies.sharded",
+    "HangWatch": "distft.diagnose.hangs",
     "Inspection": "distft.checkpoint.inspection",
     "ModelSpec": "distft.spec",
+    "Invariants": "distft.diagnose.invariants",
     "NDParallel": "distft.strategies.parallel",
     "OutOfMemory": "distft.measure.out_of_memory",
     "StepResult": "distft.training.step",
@@ -81,6 +87,7 @@ _HOMES = {
     "convert": "distft.checkpoint.conversion",
     "diff": "distft.checkpoint.difference",
     "export_adapter": "distft.checkpoint.serving",
+    "hold_invariants": "distft.diagnose.invariants",
     "init": "distft.process_group",
     "inspect": "distft.checkpoint.inspection",
     "latest": "distft.checkpoint.folder",
@@ -93,6 +100,7 @@ _HOMES = {
     "strategy": "distft.strategies.by_name",
     "unwrap": "distft.training.wrappers",
     "verify": "distft.checkpoint.verify",
+    "watch_hangs": "distft.diagnose.hangs",
 }
 _SUBMODULES = ("formulas", "measure", "testing", "topology")
 

@@ -21,6 +21,7 @@ from distft._hf_trainer import StrategyAccelerator, leave_out_update
 from distft.checkpoint.folder import read_manifest
 from distft.checkpoint.pretrained import loaded_by
 from distft.checkpoint.randomness import random_state, set_random_state
+from distft.diagnose.training import watched
 from distft.expert_lora import patterns_of_parameters
 from distft.process_group import group_rank, init, together
 from distft.strategies.base import Strategy
@@ -50,6 +51,7 @@ from distft.trainer_smoke import SmokeTest
 from distft.trainer_strategy import chosen_strategy
 from distft.training.experts import uncounted
 from distft.training.loss import router_losses
+from distft.whereabouts import at
 
 logger = logging.getLogger("distft")
 
@@ -79,6 +81,8 @@ class Trainer(_Base):  # type: ignore[misc]
         smoke_test: Whether the first step of a run that saves is followed by a save and a load
             that are compared and deleted, so that a disk or a model that cannot go on shows at
             once. It costs one save and one load.
+        invariants_every: As ``every`` of `distft.hold_invariants`; None holds none.
+        watch_hangs: Seconds as of `distft.watch_hangs`; True for its default, False watches none.
         kwargs: As `SFTTrainer`: train_dataset, eval_dataset, processing_class, peft_config, ...
 
     Raises:
@@ -96,6 +100,8 @@ class Trainer(_Base):  # type: ignore[misc]
         optimizers: tuple[Any, Any] = (None, None),
         jsonl: str | Path | None = "metrics.jsonl",
         smoke_test: bool = True,
+        invariants_every: int | None = 50,
+        watch_hangs: bool | float = True,
         **kwargs: Any,
     ) -> None:
         args = SFTConfig() if args is None else args
@@ -110,6 +116,7 @@ class Trainer(_Base):  # type: ignore[misc]
             self.strategy._check_quantized(model, kwargs.get("peft_config"))
         args.bf16 = self.strategy.precision != "fp32"
         self._saving_checkpoint, self._saved_step = False, -1
+        self._watch = (invariants_every, watch_hangs)
         self._micro_steps = 1
         self._loaded_randomness: dict[str, Any] | None = None
         self._randomness_after_rows: dict[str, Any] | None = None
@@ -292,7 +299,8 @@ class Trainer(_Base):  # type: ignore[misc]
         resumed = checkpoint_to_resume(resume_from_checkpoint, self.args)
         self._progress.begin(0, None)
         self._saved_step = -1
-        with self.run_metrics.watching():
+        watch = watched(self.strategy, self.model_wrapped, self.optimizer, *self._watch)
+        with watch, self.run_metrics.watching():
             return super().train(resumed, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -365,6 +373,11 @@ class Trainer(_Base):  # type: ignore[misc]
                 write_report(Path(path), self.state.log_history, self.run_metrics.facts)
         return Path(path)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-step, this rank noted to be there."""
+        with at("training_step", f"step {self.state.global_step + 1}"):
+            return super().training_step(*args, **kwargs)
+
     # ---- evaluation -----------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -372,7 +385,10 @@ class Trainer(_Base):  # type: ignore[misc]
         self._eval_sums.zero_()
         self._eval_means = WeighedMeans()
         try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            with at(metric_key_prefix, f"step {self.state.global_step}"):
+                output = super().evaluation_loop(
+                    *args, metric_key_prefix=metric_key_prefix, **kwargs
+                )
         finally:
             self.strategy._after_forward(self.model_wrapped)
         sums = self._eval_sums.to(self.args.device)

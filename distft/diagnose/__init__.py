@@ -1,1 +1,1 @@
-"""Proof and diagnosis: whether strategies train alike, and what is wrong where they do not."""
+"""Proof and diagnosis: whether strategies train alike, what holds in a run, and what was wrong."""

@@ -50,6 +50,7 @@ from distft.training.optimizers import (
     follow_parameters,
     name_groups,
 )
+from distft.training.shares import note_share
 from distft.training.step import (
     CountFunction,
     LossFunction,
@@ -59,6 +60,7 @@ from distft.training.step import (
 )
 from distft.training.sums import check_loss_is_a_sum
 from distft.training.wrappers import unwrap
+from distft.whereabouts import at
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -398,7 +400,8 @@ class Strategy(StrategyHooks):
         self.mesh()
         check_applied(self, "evaluate", model)
         windows = self.batches(dataset, micro_batch=micro_batch, collate=collate, shuffle=False)
-        with explained(self, "evaluate", model):
+        size = f"{len(dataset)} rows" if hasattr(dataset, "__len__") else ""
+        with explained(self, "evaluate", model, detail=size):
             try:
                 return run_evaluation(model, windows, loss_fn, count_fn, "evaluate", self.mesh().tp)
             finally:
@@ -472,7 +475,9 @@ class Strategy(StrategyHooks):
 
         Collective: every rank, unless inside `no_sync` of a strategy that defers.
         """
-        self._backward(loss)
+        with at("backward"):
+            self._backward(loss)
+        note_share(loss)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -502,9 +507,10 @@ class Strategy(StrategyHooks):
         from distft.process_group import local_device
 
         check_max_norm(max_norm)
-        parts = self._gradients(model)
-        norm, _ = clip(parts, bounds_of(model), max_norm, local_device())
-        return float(norm)
+        with at("clip_grad_norm_"):
+            parts = self._gradients(model)
+            norm, _ = clip(parts, bounds_of(model), max_norm, local_device())
+            return float(norm)
 
     def gather_weights(
         self, model: nn.Module, names: Collection[str] | None = None
@@ -612,7 +618,7 @@ class Strategy(StrategyHooks):
         from distft.checkpoint.save import save_checkpoint
 
         check_applied(self, "save", model, optimizer)
-        with explained(self, "save", model):
+        with explained(self, "save", model, detail=f"step {step}"):
             return save_checkpoint(
                 self,
                 path,

@@ -14,6 +14,7 @@ from distft.process_group import group_rank, group_size, local_device
 from distft.spec import ModelSpec, Workload
 from distft.strategies.changes import Change, list_changes, shortfall, smallest_that_fits
 from distft.training.wrappers import unwrap
+from distft.whereabouts import at
 
 if TYPE_CHECKING:
     from distft.formulas import MemoryReport
@@ -47,15 +48,18 @@ def remember_optimizer(model: Any, optimizer: Any) -> None:
 
 @contextmanager
 def explained(
-    strategy: Strategy, call: str, model: Any = None, batches: Any = None
+    strategy: Strategy, call: str, model: Any = None, batches: Any = None, detail: str = ""
 ) -> Iterator[None]:
     """Turn an error that says that memory ran out into one that says what would fit.
+
+    Meanwhile this rank is noted to be in the call, for those that ask where it is.
 
     Args:
         strategy: The strategy at work.
         call: The public call, such as ``"train_step"``.
         model: The model, or None where there is none yet.
         batches: The micro-batches, for their shape.
+        detail: What tells this call from others of its name, such as ``"step 500"``.
 
     Raises:
         OutOfMemory: Memory ran out inside; a ``torch.OutOfMemoryError``.
@@ -72,7 +76,8 @@ def explained(
     reserve: bytearray | None = None
     try:
         reserve = bytearray(_RESERVE)
-        yield
+        with at(call, detail):
+            yield
     except Exception as error:
         del reserve
         found = find_out_of_memory(error)
