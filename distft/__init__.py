@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from distft.checkpoint.verify import Verification as Verification
     from distft.checkpoint.verify import verify as verify
     from distft.diagnose.certificate import Certificate as Certificate
+    from distft.diagnose.doctor import Diagnosis as Diagnosis
+    from distft.diagnose.doctor import doctor as doctor
     from distft.diagnose.hangs import HangWatch as HangWatch
     from distft.diagnose.hangs import watch_hangs as watch_hangs
     from distft.diagnose.invariants import Invariants as Invariants
@@ -61,6 +63,7 @@ _HOMES = {
     "Certificate": "distft.diagnose.certificate",
     "Cluster": "distft.topology.cluster",
     "DDP": "distft.strategies.ddp",
+    "Diagnosis": "distft.diagnose.doctor",
     "EP": "distft.strategies.parallel",
     "EvalResult": "distft.training.evaluation",
     "ExpertLoad": "distft.training.experts",
@@ -87,6 +90,7 @@ _HOMES = {
     "convert": "distft.checkpoint.conversion",
     "diff": "distft.checkpoint.difference",
     "export_adapter": "distft.checkpoint.serving",
+    "doctor": "distft.diagnose.doctor",
     "hold_invariants": "distft.diagnose.invariants",
     "init": "distft.process_group",
     "inspect": "distft.checkpoint.inspection",

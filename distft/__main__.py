@@ -25,6 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = _COMMANDS.get(given[0]) if given else None
     for add in [known] if known else _COMMANDS.values():
         add(commands)
+    _add_consolidate(commands)
+    _add_convert(commands)
+    _add_reshard(commands)
+    _add_diff(commands)
+    _add_verify(commands)
+    _add_inspect(commands)
+    _add_topo(commands)
+    _add_bench_collectives(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
@@ -247,6 +257,44 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _add_ram_and_check(command: Any) -> None:
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="look at this machine, at scripts that may hang, or at dumps of a run that hung",
+        epilog="example: python -m distft doctor train.py; exit code 1 where something is found",
+    )
+    command.add_argument("scripts", nargs="*", help="scripts or folders to read; none runs")
+    command.add_argument("--folder", help="where checkpoints go: its room and speed")
+    command.add_argument("--flight", help="dumps of torch's flight recorder, without the rank")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.scripts:
+        from distft.diagnose.lint import lint
+
+        found = lint(options.scripts)
+        print(
+            json.dumps([dataclasses.asdict(each) for each in found])
+            if options.json
+            else "\n".join(map(str, found)) or "Every rank makes the collectives of these scripts."
+        )
+        return 1 if found else 0
+    if options.flight:
+        from distft.diagnose.flight import compare, read_dumps
+
+        ranks = read_dumps(options.flight)
+        fields = {r: [dataclasses.asdict(each) for each in c] for r, c in ranks.items()}
+        print(json.dumps(fields) if options.json else compare(ranks))
+        return 0
+    from distft.diagnose.doctor import doctor
+
+    page = doctor(options.folder)
+    _report(options, page)
+    return 1 if page.findings else 0
+
+
+def _add_max_ram(command: Any) -> None:
     command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
     command.add_argument("--check", action="store_true", help="verify the checkpoint first")
 

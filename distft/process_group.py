@@ -166,6 +166,28 @@ def group_size(purpose: str) -> int:
     return dist.get_world_size()
 
 
+def group_timeout() -> float | None:
+    """Return the seconds after which a collective of the group fails; None without a group.
+
+    Collective: none.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    backend = dist.distributed_c10d._get_default_group()._get_backend(local_device())
+    timeout: timedelta = backend.options._timeout
+    return timeout.total_seconds()
+
+
+def local_ranks() -> int:
+    """Return how many ranks the launcher started on this machine, and 1 where it does not say.
+
+    Collective: none.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def group_rank() -> int:
     """Return this process's rank in the group, and 0 where there is none.
 

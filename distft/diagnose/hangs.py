@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, final
 
@@ -32,7 +31,7 @@ from distft.diagnose.scene import (
     this_machine,
     waits,
 )
-from distft.process_group import group_rank, group_size, local_device
+from distft.process_group import group_rank, group_size, group_timeout
 from distft.whereabouts import raised_in, whereabouts
 
 # What every rank exits with; EX_SOFTWARE of sysexits.h.
@@ -83,7 +82,7 @@ class HangWatch:
     def __init__(self, limit: float | None = None) -> None:
         self._num_ranks = group_size("watch_hangs()")
         if limit is None:
-            limit = _SHARE * _group_timeout()
+            limit = _SHARE * (group_timeout() or 600.0)
         if limit <= 0:
             raise ValueError(
                 f"watch_hangs(limit={limit!r}) needs more than 0 seconds. Pass the seconds that a "
@@ -310,14 +309,6 @@ def _print(text: str) -> None:
     # One write, so that lines of other ranks do not come between.
     sys.stderr.write(f"\n{text}\n")
     sys.stderr.flush()
-
-
-def _group_timeout() -> float:
-    import torch.distributed as dist
-
-    backend = dist.distributed_c10d._get_default_group()._get_backend(local_device())
-    timeout: timedelta = backend.options._timeout
-    return timeout.total_seconds()
 
 
 def _connection(session: int) -> Any:
