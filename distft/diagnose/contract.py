@@ -271,9 +271,10 @@ def check_planned_bytes(strategy: Strategy, model: nn.Module, optimizer: Optimiz
 
 def _heaviest(model: nn.Module) -> str:
     """Return the name of the largest parameter that is whole on this rank."""
+    parameters: list[tuple[str, Any]] = list(model.named_parameters())
     whole = [
         (p.numel(), name)
-        for name, p in model.named_parameters()
+        for name, p in parameters
         if not hasattr(p, "placements") or p.to_local().numel() == p.numel()
     ]
     return max(whole)[1] if whole else "a tensor"

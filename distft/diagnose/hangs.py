@@ -283,8 +283,8 @@ class HangWatch:
             )
             scenes = {self._rank: self._scene or scene_here(self._unchanged())}
             _print(report(Alarm("gone", who, text), scenes, self._num_ranks, self.limit))
-            # While it is there no other one reports.
-            self._wait_for(lambda: len(self._gone()) == len(self._peers), _GRACE)
+            # While it is there no other one reports, and a busy machine takes a while to notice.
+            self._wait_for(lambda: len(self._gone()) == len(self._peers), 3 * _GRACE)
         elif not self._reported:
             time.sleep(0.5)
         self._end(silent=set())
@@ -314,5 +314,5 @@ def _print(text: str) -> None:
 def _connection(session: int) -> Any:
     import torch.distributed as dist
 
-    store = dist.distributed_c10d._get_default_store().clone()
-    return dist.PrefixStore(f"distft/hangs/{session}", store)
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"distft/hangs/{session}", store.clone())
