@@ -34,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_topo(commands)
     _add_bench_collectives(commands)
     _add_plan(commands)
-    _add_doctor(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
@@ -496,6 +495,7 @@ _COMMANDS: dict[str, Callable[[Any], None]] = {
     "bench-collectives": _add_bench_collectives,
     "plan": _add_plan,
     "parity": _add_parity,
+    "doctor": _add_doctor,
 }
 
 if __name__ == "__main__":
