@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -90,6 +91,7 @@ class Invariants:
         self.looks, self._steps, self.seconds = 0, 0, 0.0
         self._planned = "bytes as planned: not looked at yet"
         self._last: list[Shown] = []
+        self._fewest = sys.maxsize
         self._held = tensors_of(optimizer)
         self.dtypes = self._first = read_dtypes(model, optimizer)
         raise_together(_error_of(self._check_at_start))
@@ -155,6 +157,7 @@ class Invariants:
             # An optimizer whose tensors have several layouts steps once for each.
             return
         self._steps += 1
+        self._fewest = min(self._fewest, window.forwards)
         looked = self._evidence.notes
         upcoming = self._steps + 1
         self._evidence.start(upcoming <= 2 or upcoming % self.every == 0)
@@ -218,9 +221,12 @@ class Invariants:
         rows = [int(each) for each in window.rows]
         tokens = [float(each) for each in window.loss_tokens]
         losses = [float(each) for each in window.losses]
-        has_losses = len(losses) == len(tokens) == window.forwards
-        has_shares = has_losses and len(window.shares) == window.forwards
-        known = len(set(window.divisors)) == 1 and len(tokens) == window.forwards
+        shares = [float(each) for each in window.shares]
+        # An update that was left out, since its gradients were not finite, adds its window here.
+        one_window = window.forwards <= self._fewest and all(map(math.isfinite, shares))
+        has_losses = one_window and len(losses) == len(tokens) == window.forwards
+        has_shares = has_losses and len(shares) == window.forwards
+        known = one_window and len(set(window.divisors)) == 1 and len(tokens) == window.forwards
         settings = [
             sorted((k, v) for k, v in group.items() if isinstance(v, int | float | tuple))
             for group in self.optimizer.param_groups
@@ -237,7 +243,7 @@ class Invariants:
             window.divisors[0] if known else math.nan,
             sum(a * b for a, b in zip(losses, tokens, strict=True)) if has_losses else math.nan,
             sum(losses) if has_losses else math.nan,
-            sum(float(each) for each in window.shares) if has_shares else math.nan,
+            sum(shares) if has_shares else math.nan,
         )
 
 
