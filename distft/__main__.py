@@ -255,7 +255,6 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_ram_and_check(command: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     command = commands.add_parser(
         "doctor",
@@ -293,7 +292,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if page.findings else 0
 
 
-def _add_max_ram(command: Any) -> None:
+def _add_ram_and_check(command: Any) -> None:
     command.add_argument("--max-ram", default="2GB", help="memory that may be added; default 2GB")
     command.add_argument("--check", action="store_true", help="verify the checkpoint first")
 
