@@ -115,6 +115,8 @@ class HangWatch:
         pid = os.getpid()
         me = {"machine": this_machine(), "pid": pid, "started": started_at(pid)}
         self._main_store.set(f"rank/{self._rank}", json.dumps(me))
+        # Whom to look for must be known before a fault; a rank that never comes is the thread's.
+        self._wait_for(lambda: self._meet_peers(self._main_store), self.limit)
         self._thread = threading.Thread(target=self._run, name="distft-hangs", daemon=True)
         self._thread.start()
         return self
@@ -194,7 +196,7 @@ class HangWatch:
                     self._without_store(error)
 
     def _look(self) -> None:
-        self._meet_peers()
+        self._meet_peers(self._store)
         gone = self._gone()
         if gone and not self._store.check([f"here/{gone[0]}"]):
             self._raise_alarm(self._store, self._gone_alarm(gone[0]))
@@ -214,19 +216,17 @@ class HangWatch:
             self._last = (now, time.monotonic())
         return time.monotonic() - self._last[1]
 
-    def _meet_peers(self) -> None:
-        """Read the process numbers of the ranks of this machine, once all have come."""
-        if self._known:
-            return
+    def _meet_peers(self, store: Any) -> bool:
+        """Read the process numbers of the ranks of this machine; return whether all have come."""
         names = [f"rank/{rank}" for rank in range(self._num_ranks)]
-        if not self._store.check(names):
-            return
-        machine = this_machine()
-        for rank, name in enumerate(names):
-            peer = json.loads(self._store.get(name))
-            if peer["machine"] == machine and rank != self._rank:
-                self._peers[rank] = (peer["pid"], peer["started"])
-        self._known = True
+        if not self._known and store.check(names):
+            machine = this_machine()
+            for rank, name in enumerate(names):
+                peer = json.loads(store.get(name))
+                if peer["machine"] == machine and rank != self._rank:
+                    self._peers[rank] = (peer["pid"], peer["started"])
+            self._known = True
+        return self._known
 
     def _gone(self) -> list[int]:
         return [rank for rank, (pid, began) in self._peers.items() if started_at(pid) != began]
