@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distft.kept import is_adapter
 from distft.peft import base_model
+from distft.quantized import packed_layers
 from distft.training.wrappers import is_engine, unwrap
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def check_planned_bytes(strategy: Strategy, model: nn.Module, optimizer: Optimiz
     from distft.spec import ModelSpec, Workload
 
     inner = unwrap(model)
-    if any(not p.is_floating_point() for p in inner.parameters()):
+    if packed_layers(inner) or any(not p.is_floating_point() for p in inner.parameters()):
         return "bytes as planned: not checked, the base is quantized"
     name = type(getattr(optimizer, "inner", optimizer)).__name__.lower()
     if any(group.get("momentum") or group.get("amsgrad") for group in optimizer.param_groups):

@@ -177,7 +177,8 @@ def first_difference(
 
 def _differs(each: Copied, values: Mapping[int, float], a: int, b: int, tp: int) -> bool:
     one, two = values[a], values[b]
-    if math.isnan(one) and math.isnan(two):
+    # Equal infinities too: packed weights are bytes that look like floats.
+    if one == two or (math.isnan(one) and math.isnan(two)):
         return False
     if (one == ABSENT) != (two == ABSENT):
         return True
