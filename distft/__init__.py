@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from distft.diagnose.invariants import hold_invariants as hold_invariants
     from distft.diagnose.parity import parity as parity
     from distft.expert_lora import moe_lora as moe_lora
+    from distft.measure.dry_run import DryRun as DryRun
+    from distft.measure.dry_run import dry_run as dry_run
     from distft.measure.out_of_memory import OutOfMemory as OutOfMemory
     from distft.peft import load_adapter as load_adapter
     from distft.planner import Plan as Plan
@@ -64,6 +66,7 @@ _HOMES = {
     "Cluster": "distft.topology.cluster",
     "DDP": "distft.strategies.ddp",
     "Diagnosis": "distft.diagnose.doctor",
+    "DryRun": "distft.measure.dry_run",
     "EP": "distft.strategies.parallel",
     "EvalResult": "distft.training.evaluation",
     "ExpertLoad": "distft.training.experts",
@@ -89,6 +92,7 @@ _HOMES = {
     "consolidate": "distft.checkpoint.consolidation",
     "convert": "distft.checkpoint.conversion",
     "diff": "distft.checkpoint.difference",
+    "dry_run": "distft.measure.dry_run",
     "export_adapter": "distft.checkpoint.serving",
     "doctor": "distft.diagnose.doctor",
     "hold_invariants": "distft.diagnose.invariants",

@@ -201,15 +201,16 @@ class MemoryReport:
         has_activations = any(line.kind == "activations" for line in self.lines)
         return "" if has_activations else "; without activations, whose widths are not known"
 
-    def phase_bytes(self, phase: str) -> int:
-        """Return the bytes that the heaviest rank holds in a phase of a step.
+    def phase_bytes(self, phase: str, rank: int | None = None) -> int:
+        """Return the bytes that a rank holds in a phase of a step, by default the heaviest one.
 
         Raises:
             ValueError: The phase does not exist.
         """
         choice("phase", phase, PHASES)
         live = [line for line in self._on_device if line.kind != "cached"]
-        return max(self._sum(line for line in live if phase in line.phases))
+        held = self._sum(line for line in live if phase in line.phases)
+        return max(held) if rank is None else held[rank]
 
     def kind_bytes(self, kind: str) -> tuple[int, ...]:
         """Return the bytes of one kind of line on each rank's device."""

@@ -43,7 +43,7 @@ def model_state_bytes(model: nn.Module, optimizer: Optimizer | None) -> ModelSta
 
     Collective: none.
     """
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int, int]] = set()
     parameters = _count(_parameter_tensors(model), seen)
     gradients = _count(_gradient_tensors(model), seen)
     by_parameter = optimizer.state.values() if optimizer is not None else ()
@@ -84,7 +84,7 @@ def trained_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     }
 
 
-def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
+def _count(tensors: Iterable[Any], seen: set[tuple[int, int, int]]) -> int:
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -96,7 +96,8 @@ def _count(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
         if local.is_meta:
             continue
         num_bytes = local.numel() * local.element_size()
-        key = (local.data_ptr(), num_bytes)
+        # The memory of fake tensors has no address.
+        key = (local.untyped_storage()._cdata, local.storage_offset(), num_bytes)
         if num_bytes and key not in seen:
             seen.add(key)
             total += num_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -219,6 +219,21 @@ class Strategy(StrategyHooks):
                 f"{self!r}: {len(kept)} parameters stay fp32, such as {kept[0]}, and a compiled "
                 "block has 1 dtype. Leave compile out, or hand all weights over in one dtype."
             )
+        return self._spread_checked(
+            model, optimizer, param_groups, peft_config, mesh, loaded, check_same_model
+        )
+
+    def _spread_checked(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        param_groups: Iterable[ParamGroup] | None,
+        peft_config: Any,
+        mesh: Mesh,
+        loaded: bool = False,
+        check_adapted: Callable[[nn.Module], None] = lambda _: None,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Do what `apply` does after its checks, in the one right order; a dry run has no ranks."""
         # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
         dtype = "bfloat16" if self.precision == "bf16" else "float32"
         if not loaded:
@@ -229,7 +244,7 @@ class Strategy(StrategyHooks):
             param_groups = follow_parameters(param_groups, before, model)
         if peft_config is not None:
             model = self._attach_adapters(model, peft_config)
-            check_same_model(model)
+            check_adapted(model)
             cast_parameters(model, dtype)
         pack(model)
         groups, bounds = take_bounds(name_groups(model, param_groups))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from distft.checkpoint.folder import DCP
 from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import MemoryReport, TrafficReport, ddp_memory, ddp_traffic
+from distft.measure.fake import is_fake
 from distft.mesh import Mesh
 from distft.process_group import local_device
 from distft.strategies.base import Strategy
@@ -73,8 +74,8 @@ class DDP(Strategy):
             # Gradients live inside the buckets, which saves a copy of them all.
             gradient_as_bucket_view=True,
             find_unused_parameters=self.find_unused_parameters,
-            # What `load_model` read is the same on every rank already.
-            init_sync=loaded_by(model) is None,
+            # What `load_model` read is the same on every rank already; a dry run has no values.
+            init_sync=loaded_by(model) is None and not is_fake(next(model.parameters())),
             **no_sync_of_buffers,
         )
         wrapped.register_comm_hook(None, _sum_over_ranks())
@@ -147,11 +148,10 @@ def _sum_over_ranks() -> Any:
     import torch.distributed as dist
 
     # Lambdas: torch compares a hook's annotations with classes, and here they are strings.
-    return lambda _, bucket: (
-        dist.all_reduce(bucket.buffer(), async_op=True)
-        .get_future()
-        .then(lambda done: done.value()[0])
+    summed = lambda buffer: (  # noqa: E731
+        dist.all_reduce(buffer, async_op=True).get_future().then(lambda _: buffer)
     )
+    return lambda _, bucket: summed(bucket.buffer())
 
 
 def _no_buffer_traffic() -> dict[str, bool]:

@@ -150,5 +150,5 @@ def copy_from_rank0(tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, src=0)
-            if whole.data_ptr() != tensor.data_ptr():
+            if not tensor.is_contiguous():
                 tensor.copy_(whole)
