@@ -12,6 +12,7 @@ from distft.formulas.parallel_traffic import parallel_traffic
 from distft.formulas.reports import Collective, MemoryLine, MemoryReport, TrafficReport
 from distft.formulas.time import pipeline_bubble, seconds, training_flops
 from distft.formulas.traffic import (
+    context_parallel_bytes,
     expert_parallel_bytes,
     ring_bytes,
     ring_fraction,
@@ -31,6 +32,7 @@ __all__ = [
     "Visit",
     "ZeROPlus",
     "chunk_rows",
+    "context_parallel_bytes",
     "ddp_memory",
     "ddp_traffic",
     "expert_imbalance",

@@ -13,6 +13,7 @@ from distft.formulas._numbers import choice, exact
 from distft.formulas.memory import chunk_rows, model_state_bytes
 from distft.formulas.reports import (
     ALWAYS,
+    BACKWARD,
     Collective,
     MemoryLine,
     MemoryReport,
@@ -61,7 +62,21 @@ def ddp_memory(
 
     Collective: none.
     """
-    return _report(tensors, 1, ranks, precision, optimizer, 0, buffers=())
+    trained = [tensor for tensor in tensors if tensor.trainable]
+    largest = max((t.numel * bytes_of_tensor(t, precision).gradient for t in trained), default=0)
+    buffers: list[Buffer] = [("gradient on its way to its bucket", BACKWARD[2:], largest)]
+    if precision == "bf16-mixed":
+        # Autocast keeps what it has cast until the backward pass has used it.
+        cast = sum(2 * t.numel for t in tensors if len(t.shape) > 1 and not _is_embedding(t))
+        held = ("forward", "loss", *BACKWARD[:2])
+        buffers.append(("weights that autocast has cast", held, cast))
+    # Buckets are there from the first step on, whether they hold gradients or not.
+    return _report(tensors, 1, ranks, precision, optimizer, 0, buffers, ALWAYS)
+
+
+def _is_embedding(tensor: Parameter) -> bool:
+    """Return whether a tensor is looked up by rows, which autocast leaves alone."""
+    return getattr(tensor, "name", "").endswith(("embed_tokens.weight", "wte.weight"))
 
 
 def sharded_memory(
@@ -90,7 +105,7 @@ def sharded_memory(
     """
     tensors = [tensor for unit in units for tensor in unit.tensors]
     gathered = [unit.tensors for unit in units]
-    buffers = buffer_lines(gathered, precision, reshard_after_forward, defer_reduce)
+    buffers = buffer_lines(gathered, precision, reshard_after_forward, defer_reduce, dp_shard)
     report = _report(tensors, dp_shard, dp_replicate, precision, optimizer, 3, buffers)
     if offload is None:
         return report
@@ -108,28 +123,50 @@ def buffer_lines(
     precision: str,
     reshard_after_forward: bool,
     defer_reduce: bool,
+    shards: int,
 ) -> list[Buffer]:
-    """Return what gathering holds beside the shards: name, phases and bytes, an upper estimate.
+    """Return what gathering holds beside the shards of `shards` ranks: name, phases and bytes.
+
+    The last unit is the root, which has the embedding and the head: it stays whole from its
+    forward pass, the first, to its backward pass, the last, and so does the gradient of the head
+    until the root's are reduced.
 
     Raises:
         ValueError: The precision is unknown.
 
     Collective: none.
     """
-    whole = [sum(t.numel * bytes_of_tensor(t, precision).gathered for t in unit) for unit in units]
-    # Without resharding every unit stays whole until its backward pass is done.
-    forward = 2 * max(whole) if reshard_after_forward else sum(whole)
-    trained = [tensor for unit in units for tensor in unit if tensor.trainable]
-    # In the backward pass a unit's whole gradient lies beside the input of its reduce-scatter.
-    reduced = max(sum(t.numel * bytes_of_tensor(t, precision).reduced for t in u) for u in units)
-    backward = forward + max(whole) + reduced
+
+    def size(unit: Sequence[Parameter], what: str) -> int:
+        return sum(t.numel * int(getattr(bytes_of_tensor(t, precision), what)) for t in unit)
+
+    *blocks, root = units
+    block = max((size(unit, "gathered") for unit in blocks), default=0)
+    reduced = max((size(unit, "reduced") for unit in blocks), default=0)
+    whole = size(root, "gathered")
+    trained = [tensor for tensor in root if tensor.trainable]
+    head = max((size([tensor], "gathered") for tensor in trained), default=0)
+    last = size(trained, "reduced")
+    # The last block to run backward fetches none ahead, and the first one waits for no other.
+    waiting = reduced if len(blocks) > 2 else max(0, reduced - block)
+    start, middle, end = BACKWARD
     buffers: list[Buffer] = [
-        ("gathered units: at work, fetched ahead", ("forward", "loss"), forward),
-        ("gathered units, whole gradient, reduce-scatter input", ("backward",), backward),
+        ("gathered root", ("forward", "loss", start, middle), whole),
+        ("whole gradient of the head", (middle,), head),
+        ("whole gradients of the root", (end,), size(trained, "gathered")),
+        ("input of a reduce-scatter", (middle,), waiting),
+        # Its shards, which the gradients have too, are not there yet.
+        ("input of the root's reduce-scatter, less its shard", (end,), last - last // shards),
     ]
+    if reshard_after_forward:
+        buffers.append(("gathered blocks: at work, fetched ahead", ("forward", middle), 2 * block))
+    else:
+        # Every unit stays whole until its backward pass is done.
+        kept = sum(size(unit, "gathered") for unit in blocks)
+        buffers.append(("gathered blocks", ("forward", "loss", start, middle), kept))
     if defer_reduce:
-        kept = sum(tensor.numel * bytes_of_tensor(tensor, precision).reduced for tensor in trained)
-        buffers.append(("whole gradients until the last micro-step", ("backward",), kept))
+        deferred = sum(size([t], "reduced") for unit in units for t in unit if t.trainable)
+        buffers.append(("whole gradients until the last micro-step", ("backward",), deferred))
     return buffers
 
 
@@ -335,6 +372,7 @@ def _report(
     optimizer: str,
     stage: int,
     buffers: Iterable[tuple[str, tuple[str, ...], int]],
+    gradient_phases: tuple[str, ...] = (BACKWARD[2], "step"),
 ) -> MemoryReport:
     """Return the report of groups of ranks, each of which holds one whole copy."""
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
@@ -362,7 +400,7 @@ def _report(
     temporary = held(lambda sizes: sizes.weight)
     lines = [
         MemoryLine("parameters", "parameters", ALWAYS, weights),
-        MemoryLine("gradients", "gradients", ("backward", "step"), gradients),
+        MemoryLine("gradients", "gradients", gradient_phases, gradients),
         MemoryLine("optimizer moments", "optimizer", ALWAYS, both),
         MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * ranks),
         MemoryLine("optimizer's temporary (foreach)", "buffer", ("step",), temporary),

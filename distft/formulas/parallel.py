@@ -13,8 +13,8 @@ from distft.formulas.native import (
     bytes_of_tensor,
     shard_numels,
 )
-from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
-from distft.formulas.split_rules import Named, Part, Rules, is_spread, part_of, style_of
+from distft.formulas.reports import ALWAYS, BACKWARD, MemoryLine, MemoryReport
+from distft.formulas.split_rules import Named, Part, Rules, is_spread, part_of, split_dim, style_of
 
 Size = Callable[[Part], int]
 
@@ -88,17 +88,17 @@ def parallel_memory(
     every = shards * tp * replicas
     lines = [
         line("parameters", "parameters", ALWAYS, size_of("weight"), True),
-        line("gradients", "gradients", ("backward", "step"), size_of("gradient"), False),
+        line("gradients", "gradients", (BACKWARD[2], "step"), size_of("gradient"), False),
         line("optimizer moments", "optimizer", ALWAYS, size_of("moment", moments), False),
         MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * every),
-        line("optimizer's temporary (foreach)", "buffer", ("step",), size_of("weight"), False),
+        _temporary(tensors, spread, rules, (dense, experts), (shards, efsdp), replicas, precision),
     ]
     if shards * replicas > 1 or precision == "bf16-mixed":
         units = _units(tensors, spread, dense[0], experts[0])
         lines += [
             MemoryLine(name, "buffer", phases, (size,) * every)
             for name, phases, size in buffer_lines(
-                units, precision, reshard_after_forward, defer_reduce
+                units, precision, reshard_after_forward, defer_reduce, shards
             )
         ]
     return MemoryReport(
@@ -106,6 +106,36 @@ def parallel_memory(
         exact(Fraction(_state(tensors, precision, moments), shards * tp)),
         "P (w + g + k) / (dp_shard tp)",
     )
+
+
+def _temporary(
+    tensors: Sequence[Named],
+    spread: Sequence[bool],
+    rules: tuple[Rules, Rules],
+    parts: tuple[list[list[Part]], list[list[Part]]],
+    shards: tuple[int, int],
+    replicas: int,
+    precision: str,
+) -> MemoryLine:
+    """Return what an update makes: a tensor of the weights, one layout after another."""
+    tp, ep = (len(each) for each in parts)
+    per_rank = []
+    for rank in range(shards[0] * tp):
+        rest = {False: iter(parts[0][rank % tp]), True: iter(parts[1][rank % ep])}
+        place = {False: (shards[0], rank // tp), True: (shards[1], rank // ep)}
+        totals: dict[tuple[bool, int | None], int] = {}
+        for tensor, expert in zip(tensors, spread, strict=True):
+            part = next(rest[expert])
+            if not part.trainable:
+                continue
+            style = style_of(tensor.name, rules[expert]) if (ep if expert else tp) > 1 else None
+            key = (expert, split_dim(style, len(tensor.shape)))
+            ranks, mine = place[expert]
+            held = shard_numels(part, ranks)[mine] * bytes_of_tensor(part, precision).weight
+            totals[key] = totals.get(key, 0) + held
+        per_rank.append(max(totals.values(), default=0))
+    name = "optimizer's temporary (foreach), the largest layout's"
+    return MemoryLine(name, "buffer", ("step",), tuple(per_rank * replicas))
 
 
 def _held(parts: Iterable[Part], ranks: int, rank: int, size: Size, all_: bool) -> int:
@@ -127,9 +157,10 @@ def _state(tensors: Sequence[Named], precision: str, moments: int) -> int:
 def _units(
     tensors: Sequence[Named], spread: Sequence[bool], dense: list[Part], experts: list[Part]
 ) -> list[list[Part]]:
-    """Return what a rank gathers together: blocks, the experts of a block, the rest."""
+    """Return what a rank gathers together: blocks, the experts of a block, last the rest."""
     units: dict[tuple[str, bool], list[Part]] = {}
     rest = {False: iter(dense), True: iter(experts)}
     for tensor, expert in zip(tensors, spread, strict=True):
         units.setdefault((tensor.unit, expert), []).append(next(rest[expert]))
-    return list(units.values())
+    root = units.pop(("", False), None)
+    return [*units.values(), *([root] if root else [])]

@@ -173,3 +173,53 @@ def stage_number(stage: int) -> int:
             "Pass stage=0 for plain data parallelism, stage=3 for everything sharded."
         )
     return int(stage)
+
+
+def context_parallel_bytes(
+    method: str,
+    tokens: int,
+    layers: int,
+    query_width: int,
+    key_width: int,
+    ranks: int,
+    element: int = 2,
+) -> int | float:
+    """Bytes that one rank sends in a micro-step where `ranks` ranks share each row's tokens.
+
+    ulysses: all-to-alls of queries, keys, values and outputs in each layer, from a part of the
+    tokens to a part of the heads and back: `2 (2 q + 2 k) tokens / N (N - 1) / N` elements forward
+    and backward. ring: keys and values go round once forward and once backward, their gradients
+    once: `3 * 2 k tokens / N (N - 1)`.
+
+    Source: Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2; Liu et al. 2023 (Ring Attention),
+    section 3. Assumes: at least `ranks` key-value heads for Ulysses; no recomputation.
+
+    Args:
+        method: "ulysses" or "ring".
+        tokens: Tokens of the rows that the ranks share: rows times their whole length.
+        layers: Attention layers.
+        query_width: Width of all query heads.
+        key_width: Width of all key-value heads.
+        ranks: Ranks that share a row.
+        element: Bytes of a number.
+
+    Raises:
+        ValueError: `method` is unknown or a number is below 1.
+
+    Collective: none.
+
+    >>> context_parallel_bytes("ulysses", 8192, 1, 4096, 4096, 8, element=2)
+    58720256
+    >>> context_parallel_bytes("ring", 8192, 1, 4096, 4096, 8, element=2)
+    352321536
+    """
+    choice("method", method, ("ulysses", "ring"))
+    numbers = (tokens, layers, query_width, key_width, ranks, element)
+    names = ("tokens", "layers", "query_width", "key_width", "ranks", "element")
+    for name, value in zip(names, numbers, strict=True):
+        whole(name, value, 1)
+    row = tokens * layers * element
+    if method == "ulysses":
+        passes = 2 * ring_fraction("all_to_all", 2 * (query_width + key_width) * row, ranks)
+        return exact(passes / ranks)
+    return exact(Fraction(3 * 2 * key_width * row * (ranks - 1), ranks))

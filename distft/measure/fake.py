@@ -150,8 +150,7 @@ def _answers(read_integer: Callable[[Any], int]) -> Any:
 
 def _grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **keywords: Any) -> Any:
     """Return what torch's grouped product does; its own rule for fake tensors is for bf16 alone."""
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.dim() == right.dim() == 2:
-        shape = (offs.numel(), left.shape[0], right.shape[1])
-    else:
-        shape = (left.shape[-2], right.shape[-1])
+        shape = (offs.numel(), *shape)
     return left.new_empty(shape, dtype=keywords.get("out_dtype"))

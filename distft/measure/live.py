@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class LiveBytes:
             storage = _local(tensor).untyped_storage()
             key = storage._cdata
             if key not in self._watched:
-                self._watched[key] = weakref.ref(storage, lambda _, key=key: self._drop(key))
+                self._watched[key] = weakref.ref(storage, partial(self._drop, key))
             self._resize(key, storage.nbytes())
         self._note()
 
@@ -54,7 +55,7 @@ class LiveBytes:
         self._live += num_bytes - self._sizes.get(key, 0)
         self._sizes[key] = num_bytes
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, _: Any = None) -> None:
         self._watched.pop(key, None)
         self._live -= self._sizes.pop(key, 0)
 
@@ -66,7 +67,8 @@ class LiveBytes:
         """
         import torch
 
-        resize = torch.UntypedStorage.resize_
+        kind: Any = torch.UntypedStorage
+        resize = kind.resize_
 
         def followed(storage: Any, size: int) -> Any:
             done = resize(storage, size)
@@ -75,12 +77,12 @@ class LiveBytes:
                 self._note()
             return done
 
-        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign]
+        kind.resize_ = followed
         try:
             with _listening_mode(self):
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            kind.resize_ = resize
 
 
 def _local(tensor: Any) -> Tensor:

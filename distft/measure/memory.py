@@ -97,7 +97,7 @@ def _count(tensors: Iterable[Any], seen: set[tuple[int, int, int]]) -> int:
             continue
         num_bytes = local.numel() * local.element_size()
         # The memory of fake tensors has no address.
-        key = (local.untyped_storage()._cdata, local.storage_offset(), num_bytes)
+        key = (local.untyped_storage()._cdata, int(local.storage_offset()), num_bytes)
         if num_bytes and key not in seen:
             seen.add(key)
             total += num_bytes

@@ -49,6 +49,11 @@ class DDP(Strategy):
 
     find_unused_parameters: bool = False
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether each operation casts fp32 weights and hidden states."""
+        return self.precision == "bf16-mixed"
+
     def _mesh(self, num_ranks: int) -> Mesh:
         return Mesh(dp_replicate=num_ranks)
 
@@ -148,10 +153,12 @@ def _sum_over_ranks() -> Any:
     import torch.distributed as dist
 
     # Lambdas: torch compares a hook's annotations with classes, and here they are strings.
-    summed = lambda buffer: (  # noqa: E731
-        dist.all_reduce(buffer, async_op=True).get_future().then(lambda _: buffer)
-    )
-    return lambda _, bucket: summed(bucket.buffer())
+    return lambda _, bucket: _summed(dist, bucket.buffer())
+
+
+def _summed(dist: Any, buffer: Tensor) -> Any:
+    """Return a future of a buffer that holds the sum over ranks then, in place."""
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda _: buffer)
 
 
 def _no_buffer_traffic() -> dict[str, bool]:

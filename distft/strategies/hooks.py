@@ -51,6 +51,11 @@ class StrategyHooks(ABC):
     forward_gathers: ClassVar[bool] = True
     offloads: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether each operation casts fp32 weights and hidden states; the default casts before."""
+        return False
+
     @abstractmethod
     def _mesh(self, num_ranks: int) -> Mesh:
         """Return the axis sizes on this many ranks, or raise ValueError."""

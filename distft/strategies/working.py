@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distft.formulas.eager import eager_lines
 from distft.formulas.packed import scale_bytes
 from distft.formulas.peak import Layout, Run, working_lines
 from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
@@ -51,14 +52,27 @@ def with_working_memory(
     weight = 4 if strategy.precision == "fp32" else 2
     if spec.shape is not None:
         run = run_of(strategy, spec, load, mesh)
+        if run.kept.kernels == "eager" and run.adapters is None and run.shape.layers:
+            kept = eager_lines(run, strategy.autocasts, _whole_gradient(strategy, spec, mesh))
+        else:
+            kept = working_lines(run)
         lines += [
             MemoryLine(name, kind, phases, (round(size),) * ranks)
-            for name, kind, phases, size, _ in working_lines(run)
+            for name, kind, phases, size, _ in kept
             if size >= 1
         ]
     lines += _of_engine(strategy, spec, weight, ranks)
     lines += _of_files(spec, weight, ranks)
     return replace(report, lines=tuple(lines))
+
+
+def _whole_gradient(strategy: Strategy, spec: ModelSpec, mesh: Mesh) -> int:
+    """Return bytes of the gradient of the largest block where it is whole before it is reduced."""
+    if strategy.name in ("ddp", "zero1", "zero2", "zero3") or mesh.dp_shard == 1:
+        return 0
+    blocks = [unit for unit in spec.units if unit.name]
+    size = 4 if strategy.precision == "fp32" else 2
+    return size * max((unit.numel for unit in blocks), default=0) // mesh.tp
 
 
 def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> Run:

@@ -46,10 +46,44 @@ def test_model_state_and_traffic_of_any_rank_are_those_of_the_formulas(
     check_exact(found)
 
 
+PEAKS = [
+    (FSDP2(), "L", 8),
+    (FSDP2(precision="bf16-mixed"), "L", 8),
+    (FSDP2(activation_checkpointing=True), "Q", 4),
+    (HSDP(dp_replicate=2, precision="bf16"), "L", 8),
+    (TP(), "L", 2),
+    (DDP(precision="bf16-mixed"), "Lt", 4),
+]
+
+
+@pytest.mark.parametrize(("strategy", "model", "ranks"), PEAKS, ids=str)
+def test_the_peak_of_a_step_is_within_5_percent_of_the_formulas(strategy, model, ranks):
+    load = Workload(seq_len=32)
+    found = distft.dry_run(strategy, tiny_config(model), load, world_size=ranks)
+    assert abs(found.peak_error) < 0.05, str(found)
+
+
 def test_an_8b_model_runs_on_8_ranks_that_are_not_there():
     load = Workload(seq_len=4096)
     found = distft.dry_run(FSDP2(precision="bf16-mixed"), "Llama-3.1-8B", load, world_size=8)
     check_exact(found)
+    assert abs(found.peak_error) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DDP(precision="bf16-mixed"),
+        TP(precision="bf16"),
+        HSDP(dp_replicate=2, activation_checkpointing=True),
+    ],
+    ids=str,
+)
+def test_the_peak_of_an_8b_model_is_within_5_percent_of_the_formulas(strategy):
+    found = distft.dry_run(strategy, "Llama-3.1-8B", Workload(seq_len=2048), world_size=8)
+    check_exact(found)
+    assert abs(found.peak_error) < 0.05, str(found)
 
 
 def test_the_report_shows_both_and_the_difference():
