@@ -68,6 +68,7 @@ def main() -> int:
     _print_points("Throughput, tokens/s of a GPU or rows/s of a run", speeds, 1)
     _print_sources("Peak memory", peaks)
     _print_sources("Throughput", speeds)
+    _print_fits(peaks)
     _print_held_out(peaks, speeds)
     _print_unmapped("peaks", unmapped)
     _print_unmapped("speeds", unmapped_speeds)
@@ -209,6 +210,27 @@ def _print_held_out(peaks: Sequence[Point], speeds: Sequence[Point]) -> None:
                 f"| {what} | {len(errors)} | {100 * statistics.median(errors):.1f} % "
                 f"| {100 * statistics.mean(error <= 0.2 for error in errors):.0f} % |"
             )
+    print()
+
+
+def _print_fits(peaks: Sequence[Point]) -> None:
+    """Print where the answer to "does it fit" is wrong for the runs of tier A, all of which ran.
+
+    A false "fits" is a measured peak above the predicted one times the margin: a GPU between both
+    would have been said to do. A false "does not fit" is a run that was said not to fit its GPU.
+    """
+    tier_a = [point for point in peaks if point.row.get("tier") == "A"]
+    above = [point for point in tier_a if point.measured > MARGIN * point.predicted]
+    refused = [point for point in tier_a if not point.fits]
+    print(f"## Does it fit? Predicted peak times {MARGIN}, {len(tier_a)} runs of tier A", "")
+    print(f"false fits: {len(above)}")
+    for point in above:
+        over = 100 * (1 - MARGIN * point.predicted / point.measured)
+        print(f"- {point.row.get('id')} {point.row.get('model')}: too small by {over:.1f} %")
+    print(f"false misfits: {len(refused)}")
+    for point in refused:
+        row = point.row
+        print(f"- {row.get('id')} {row.get('model')} on {row.get('gpu')}: it ran")
     print()
 
 

@@ -31,7 +31,7 @@ def eager_lines(run: Run, autocast: bool, unit_bytes: float) -> Iterator[_Line]:
     Args:
         run: The run.
         autocast: Whether weights and hidden states are fp32 and each linear layer casts its input.
-        unit_bytes: Bytes of the gradient of one block that lies whole when its backward pass ends;
+        unit_bytes: Bytes of gradients that lie whole when the backward pass of one block ends;
             where they are more than what the block keeps, they count in its place.
 
     Collective: none.

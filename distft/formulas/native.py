@@ -142,19 +142,15 @@ def buffer_lines(
 
     *blocks, root = units
     block = max((size(unit, "gathered") for unit in blocks), default=0)
-    reduced = max((size(unit, "reduced") for unit in blocks), default=0)
     whole = size(root, "gathered")
     trained = [tensor for tensor in root if tensor.trainable]
     head = max((size([tensor], "gathered") for tensor in trained), default=0)
     last = size(trained, "reduced")
-    # The last block to run backward fetches none ahead, and the first one waits for no other.
-    waiting = reduced if len(blocks) > 2 else max(0, reduced - block)
     start, middle, end = BACKWARD
     buffers: list[Buffer] = [
         ("gathered root", ("forward", "loss", start, middle), whole),
         ("whole gradient of the head", (middle,), head),
         ("whole gradients of the root", (end,), size(trained, "gathered")),
-        ("input of a reduce-scatter", (middle,), waiting),
         # Its shards, which the gradients have too, are not there yet.
         ("input of the root's reduce-scatter, less its shard", (end,), last - last // shards),
     ]

@@ -67,12 +67,16 @@ def with_working_memory(
 
 
 def _whole_gradient(strategy: Strategy, spec: ModelSpec, mesh: Mesh) -> int:
-    """Return bytes of the gradient of the largest block where it is whole before it is reduced."""
-    if strategy.name in ("ddp", "zero1", "zero2", "zero3") or mesh.dp_shard == 1:
-        return 0
+    """Return bytes of the largest block's gradient, whole, and of the one before it on its way.
+
+    The last block to run backward fetches no other ahead, which leaves room.
+    """
     blocks = [unit for unit in spec.units if unit.name]
-    size = 4 if strategy.precision == "fp32" else 2
-    return size * max((unit.numel for unit in blocks), default=0) // mesh.tp
+    if strategy.layout == "deepspeed" or mesh.dp_shard == 1 or not blocks:
+        return 0
+    size, reduced = {"fp32": (4, 4), "bf16-mixed": (2, 4), "bf16": (2, 2)}[strategy.precision]
+    largest = max(unit.numel for unit in blocks) // mesh.tp
+    return (reduced + (size if len(blocks) > 2 else 0)) * largest
 
 
 def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> Run:
