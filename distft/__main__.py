@@ -25,15 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = _COMMANDS.get(given[0]) if given else None
     for add in [known] if known else _COMMANDS.values():
         add(commands)
-    _add_consolidate(commands)
-    _add_convert(commands)
-    _add_reshard(commands)
-    _add_diff(commands)
-    _add_verify(commands)
-    _add_inspect(commands)
-    _add_topo(commands)
-    _add_bench_collectives(commands)
-    _add_plan(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
