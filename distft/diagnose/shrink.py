@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 HEAD_DIM = 16
@@ -38,6 +39,9 @@ _OF_THE_FILES = (
     "max_memory", "offload_folder", "revision", "state_dict", "subfolder", "token", "torch_dtype",
     "tp_plan", "tp_size", "variant",
 )  # fmt: skip
+
+
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def alike(size: int, limit: int, ranks: int) -> int:
@@ -159,9 +163,9 @@ def _number(config: Any, name: str) -> int | None:
 def smaller_models(shrink: Callable[[Any], None]) -> Iterator[dict[str, Any]]:
     """Build transformers models inside from configs that ``shrink`` has cut; read no weights.
 
-    ``from_pretrained`` draws weights of the cut config, writes them to a folder that is gone
-    afterwards and reads that one with the caller's own arguments, quantization among them. What
-    was cut is filled into the mapping that the context gives, from name to old and new value.
+    ``from_pretrained`` draws weights of the cut config. Where they are to be quantized it writes
+    them to a folder that is gone afterwards and reads that one with the caller's own arguments.
+    What was cut is filled into the mapping that the context gives, from name to old and new value.
 
     Collective: none.
     """
@@ -187,6 +191,7 @@ def smaller_models(shrink: Callable[[Any], None]) -> Iterator[dict[str, Any]]:
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: Any, path: Any, *inputs: Any, config: Any = None, **more: Any) -> Any:
         import torch
+        from safetensors.torch import save_model
 
         kept = {name: value for name, value in more.items() if name not in _OF_THE_FILES}
         if hasattr(kept.get("quantization_config"), "bnb_4bit_compute_dtype"):
@@ -195,9 +200,14 @@ def smaller_models(shrink: Callable[[Any], None]) -> Iterator[dict[str, Any]]:
         if not hasattr(config, "to_dict"):
             config = cls.config_class.from_pretrained(path if config is None else config)
         cut(config)
-        model = cls._from_config(config, dtype=torch.float32)
+        chosen = {name: kept[name] for name in _IMPLEMENTATIONS if name in kept}
+        model = cls._from_config(config, dtype=torch.float32, **chosen)
+        if kept.get("quantization_config") is None:
+            return model
         with tempfile.TemporaryDirectory(prefix="distft-small-") as folder:
-            model.save_pretrained(folder)
+            # save_pretrained writes on rank 0 alone, and every rank reads its own.
+            config.save_pretrained(folder)
+            save_model(model, str(Path(folder, "model.safetensors")), {"format": "pt"})
             kept.update(config=config, dtype=torch.float32)
             return loaded.__func__(cls, folder, *inputs, **kept)
 
