@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from distft.checkpoint.capture import Finished, HostCopies, Written
 from distft.checkpoint.dcp import METADATA, named_items
 from distft.checkpoint.folder import SavedFile, describe_file
-from distft.checkpoint.placement import held_blocks, narrow
+from distft.checkpoint.placement import Block, held_blocks, narrow
+from distft.checkpoint.writeback import begin_writeback
 from distft.checkpoint.writers.dcp import Chunk, make_metadata
 from distft.checkpoint.writers.pickled import STORAGES
 from distft.checkpoint.writers.torch_zip import frame
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 # What is hashed and written at a time: it stays in the cache in between. Smaller pieces wait for
 # others until they are as many bytes.
 _WINDOW = 1 << 20
+# Bytes after which the kernel is asked to begin with the disk: a disk of 1 GB/s takes 16 ms for
+# them, so that it never waits for long while the next are hashed, and calls are few.
+_BEHIND = 16 * _WINDOW
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ def _own_parts(tensors: Mapping[str, Any], rank: int, world: int) -> Iterator[Pa
     import torch
 
     loads: dict[Any, list[int]] = {}
+    # Tensors of one shape are split alike: training waits, so each split is worked out once.
+    known: dict[Any, list[Block]] = {}
     for name, tensor in tensors.items():
         mine, holders, group = _holders(tensor, rank, world)
         load = loads.setdefault(group, [0] * holders)
@@ -134,7 +140,9 @@ def _own_parts(tensors: Mapping[str, Any], rank: int, world: int) -> Iterator[Pa
         if not hasattr(tensor, "device_mesh"):
             yield Part(name, (0,) * tensor.ndim, tensor.detach().as_subclass(torch.Tensor))
             continue
-        for block in held_blocks(tensor):
+        split = tuple(tensor.shape), tensor.placements, tensor.device_mesh
+        blocks = known[split] = known.get(split) or held_blocks(tensor)
+        for block in blocks:
             if 0 not in block.size or not prod(tensor.shape):
                 yield Part(name, block.start, narrow(local.detach(), block.local, block.size))
 
@@ -187,6 +195,7 @@ class HashedFile:
 
         self._path, self._hash = path, xxh3_64()
         self._waiting = bytearray()
+        self._written = self._begun = 0
         self.position = 0
 
     def __enter__(self) -> HashedFile:
@@ -228,7 +237,12 @@ class HashedFile:
     def _write(self, window: memoryview) -> None:
         self._hash.update(window)
         while window:
-            window = window[self._file.write(window) :]
+            written = self._file.write(window)
+            self._written += written
+            window = window[written:]
+        if self._written - self._begun >= _BEHIND:
+            begin_writeback(self._file.fileno(), self._begun, self._written - self._begun)
+            self._begun = self._written
 
 
 def synced(path: Path) -> SavedFile:

@@ -15,7 +15,7 @@ from distft.checkpoint.exchange import Exchange
 from distft.checkpoint.folder import MANIFEST, Manifest, SavedFile
 from distft.checkpoint.randomness import random_file
 from distft.checkpoint.rotation import rotate
-from distft.checkpoint.side_files import SideFiles
+from distft.checkpoint.side_files import SideFiles, write_values
 from distft.process_group import failure_of, first_failure
 
 
@@ -29,6 +29,7 @@ class Finishing:
         layout: Name of the folder of the state.
         rank: This rank.
         captured: Its part of the state.
+        random: Its random state.
         manifest: On the first rank, what is said beside the files.
         keep: Number of checkpoints that stay, or None for all.
         side: On the first rank, what it writes beside the state.
@@ -39,6 +40,7 @@ class Finishing:
     layout: str
     rank: int
     captured: Captured
+    random: Any
     manifest: Manifest | None
     keep: int | None
     side: SideFiles | None
@@ -68,6 +70,7 @@ class Finishing:
         written = self.captured.write(self.folder / self.layout)
         files = {f"{self.layout}/{name}": saved for name, saved in written.files.items()}
         own = random_file(self.rank)
+        write_values(self.folder / own, self.random)
         files[own] = synced(self.folder / own)
         return {
             "files": {name: asdict(saved) for name, saved in files.items()},

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from distft.process_group import together
 
 logger = logging.getLogger("distft")
+_ASIDE = 0.01
 
 
 class PendingSave:
@@ -36,6 +38,9 @@ class PendingSave:
         return f"<PendingSave of step {self.step}: {self.path} {state}>"
 
     def _run(self) -> None:
+        # A new thread keeps the interpreter for 5 ms, and training waits for so long. Asleep, it
+        # lets the one that started it go on at once.
+        time.sleep(_ASIDE)
         try:
             self._work()
         except BaseException as error:

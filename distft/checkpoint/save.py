@@ -18,11 +18,11 @@ from distft.checkpoint.exchange import StoreExchange, over_group
 from distft.checkpoint.finish import Finishing
 from distft.checkpoint.folder import DCP, Manifest, is_complete, temporary_name
 from distft.checkpoint.pending import PendingSave, remember, wait_for_last
-from distft.checkpoint.randomness import random_file, random_state
+from distft.checkpoint.randomness import random_state
 from distft.checkpoint.rotation import run_of
-from distft.checkpoint.side_files import SideFiles, shared_or_each, write_values
+from distft.checkpoint.side_files import SideFiles, shared_or_each
 from distft.peft import ADAPTER, is_peft, names_to_save, write_adapter
-from distft.process_group import from_rank0, group_rank, raise_together, rendezvous, together
+from distft.process_group import group_rank, raise_together, rendezvous
 from distft.training.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -80,29 +80,33 @@ def save_checkpoint(
     """
     rendezvous("Strategy.save")
     path = Path(path).absolute()
-    nonce = from_rank0(secrets.token_hex(8))
+    nonce = secrets.token_hex(8)
     folder = path.parent / temporary_name(path.name, nonce)
     first = group_rank() == 0
+    # Every meeting of the ranks is time that training waits, so the first one brings the first
+    # rank's name of the folder, and the second one the states of the data, which it writes.
+    error: Exception | None = None
     try:
-        with together():
+        try:
             wait_for_last()
             _check_request(path, step, extra, {"scheduler": scheduler, "data": data})
             _check_keep(keep)
             if first:
                 _make_folder(folder, path, nonce)
-        with together():
-            _check_shared(folder, nonce)
-        captured = manifest = mine = states = error = None
-        # Every meeting of the ranks is time that training waits, so the states of the data, which
-        # the first rank writes, go with the word that nothing failed.
+        except Exception as found:
+            error = found
+        nonce = raise_together(error, nonce)[0]
+        folder = path.parent / temporary_name(path.name, nonce)
+        captured = manifest = mine = states = random = None
         try:
             copies = copies_for(optimizer) if async_save else None
             captured = strategy._capture_state(model, optimizer, copies)
             adapter = _gather_adapter(strategy, model)
             mine = None if data is None else data.state_dict()
-            write_values(folder / random_file(group_rank()), random_state())
+            # After the last collective, which a rank that fails here would leave to the others.
+            _check_shared(folder, nonce)
+            random = random_state()
             if first:
-                (folder / _NONCE).unlink()
                 states = None if scheduler is None else scheduler.state_dict()
                 if processing_class is not None:
                     processing_class.save_pretrained(folder)
@@ -115,10 +119,11 @@ def save_checkpoint(
         assert captured is not None
         side = None
         if first:
+            (folder / _NONCE).unlink()
             data_states = shared_or_each(everyone, strategy.mesh().tp)
             side = SideFiles.of(model, optimizer, states, data_states)
         finishing = Finishing(
-            folder, path, strategy.layout, group_rank(), captured, manifest, keep, side
+            folder, path, strategy.layout, group_rank(), captured, random, manifest, keep, side
         )
         if async_save:
             finish = partial(finishing.run, StoreExchange(f"distft/save/{nonce}"))
