@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from distft.formulas.eager import Readers
 from distft.spec import ModelSpec, TensorSpec, Workload
 
 _PREFIX = "base_model.model."
 # Matrices that are no linear layers: PEFT leaves routers alone.
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+# The last linear layers of attention and of the feed-forward layer.
+_OUTPUTS = ("o_proj", "attn.dense", "attention.dense", "attn.c_proj", "out_proj")
+_DOWNS = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h", "mlp.down")
 
 
 def with_adapters(spec: ModelSpec, load: Workload) -> ModelSpec:
@@ -66,6 +70,43 @@ def adapter_params(spec: ModelSpec, load: Workload) -> int:
             found += rank * (tensor.shape[0] + tensor.shape[1])
     # Where there is nothing, the tensors say why.
     return found or with_adapters(spec, load).trainable_params
+
+
+def readers_of(spec: ModelSpec, load: Workload) -> Readers:
+    """Return which linear layers of a block keep what they read under a workload.
+
+    Raises:
+        ValueError: The widths of the model are not known.
+
+    Collective: none.
+    """
+    if spec.shape is None:
+        raise ValueError(
+            f"The widths of this model with {len(spec.tensors)} tensors are not known. Use "
+            "ModelSpec.from_config, or a model with its config."
+        )
+    if load.tuning == "full":
+        return Readers.of_all(spec.shape)
+    layers: dict[str, int] = {}
+    between = 0
+    for tensor in spec.tensors:
+        rank = _rank(tensor, load)
+        if rank and not tensor.is_expert:
+            between += rank
+            name = tensor.name.removeprefix(f"{tensor.unit}.").removesuffix(".weight")
+            layers[name] = rank
+    inside = [name for name in layers if "mlp." in name and not name.endswith(_DOWNS)]
+    outputs = [name for name in layers if name.endswith(_OUTPUTS)]
+    downs = [name for name in layers if name.endswith(_DOWNS)]
+    return Readers(
+        len(layers) - len(inside) - len(outputs) - len(downs),
+        bool(outputs),
+        sum("shared_expert" not in name for name in inside),
+        bool(downs),
+        load.expert_lora_rank is not None,
+        between / spec.shape.layers,
+        True,
+    )
 
 
 def _adapted(tensor: TensorSpec, load: Workload) -> Iterator[TensorSpec]:

@@ -1,24 +1,57 @@
 """What a micro-step of transformers' own modules keeps, one kernel an operation, byte for byte.
 
 `distft.formulas.working` fits what others measured, whose code and versions differ; this counts
-the tensors that transformers 5 and torch 2.13 save under the loss of `train_step`, and
+the tensors that transformers 5, PEFT 0.21 and torch 2.13 save under the loss of `train_step`, and
 `distft.dry_run` finds the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from distft.formulas.peak import Run
 from distft.formulas.reports import BACKWARD
-from distft.formulas.working import expert_copies
+from distft.formulas.shape import Shape
 
 _Line = tuple[str, str, tuple[str, ...], float, bool]
 # Until the first block's backward pass has begun; no gradients are there yet.
 _KEPT = ("forward", "loss", *BACKWARD[:2])
 
 
-def eager_lines(run: Run, autocast: bool, unit_bytes: float) -> Iterator[_Line]:
+@dataclass(frozen=True)
+class Readers:
+    """Which linear layers of a block keep what they read, for the gradient of a weight.
+
+    Trained layers all do. A frozen one keeps nothing, and an adapter on it keeps its input.
+
+    Args:
+        attention: How many of queries, keys and values, which read a norm's output.
+        output: Whether attention's last layer, which reads what attention returns.
+        inner: How many of gate and up, which read a norm's output.
+        down: Whether the feed-forward layer's last one.
+        experts: Whether the experts.
+        between: Numbers of a token between the two factors of all adapters of a block.
+        frozen: Whether norms and the head are frozen, and keep nothing for their weights.
+    """
+
+    attention: int = 3
+    output: bool = True
+    inner: int = 2
+    down: bool = True
+    experts: bool = True
+    between: float = 0
+    frozen: bool = False
+
+    @classmethod
+    def of_all(cls, shape: Shape) -> Readers:
+        """Return those of a model that is trained whole."""
+        return cls(inner=2 if shape.gated else 1)
+
+
+def eager_lines(
+    run: Run, autocast: bool, unit_bytes: float, readers: Readers | None = None
+) -> Iterator[_Line]:
     """Yield what a micro-step keeps on one rank: name, kind, phases, bytes, on host.
 
     A norm keeps its input in fp32, the normalized values and its output; attention its rotated
@@ -26,27 +59,33 @@ def eager_lines(run: Run, autocast: bool, unit_bytes: float) -> Iterator[_Line]:
     gate, up and product. The loss keeps fp32 logits and their softmax; its backward pass has three
     fp32 tensors of their size: the softmax, the gradient of it, and that of the logits.
 
-    Source: counted from transformers 5, modeling_llama, and torch 2.13; `distft.dry_run`.
+    Source: counted from transformers 5, modeling_llama, PEFT 0.21 and torch 2.13;
+    `distft.dry_run`.
 
     Args:
         run: The run.
         autocast: Whether weights and hidden states are fp32 and each linear layer casts its input.
         unit_bytes: Bytes of gradients that lie whole when the backward pass of one block ends;
             where they are more than what the block keeps, they count in its place.
+        readers: What keeps its input; default all, as where everything is trained.
 
     Collective: none.
     """
     shape, tokens = run.shape, run.tokens
+    readers = readers or Readers.of_all(shape)
     tp = run.layout.tp
-    whole, split = layer_bytes(run, autocast)
+    whole, split = layer_bytes(run, autocast, readers)
     layer = tokens * (whole + split / tp)
     scores = 0
     if not run.flash:
         scores = attention_score_bytes(run) // tp
     element = 4 if autocast else run.element
-    last = tokens * _norm(run, autocast, 1)
+    last = tokens * _norm(run, autocast, readers, 0 if readers.frozen else 1)
     if run.checkpointing == "none":
         kept = shape.layers * (layer + scores) + last
+        if readers.frozen:
+            # Nothing below the first adapters is trained, so the first norm keeps nothing of it.
+            kept -= tokens * _norm(run, autocast, readers, 0)
     else:
         kept = shape.layers * tokens * shape.hidden * element + last
         yield "one block computed again", "activations", BACKWARD[1:2], layer + scores, False
@@ -68,31 +107,46 @@ def eager_lines(run: Run, autocast: bool, unit_bytes: float) -> Iterator[_Line]:
         yield "logits", "logits", ("forward",), made, False
 
 
-def layer_bytes(run: Run, autocast: bool) -> tuple[float, float]:
+def layer_bytes(run: Run, autocast: bool, readers: Readers) -> tuple[float, float]:
     """Return bytes a token of one layer: of what a `tp` group's ranks hold whole, and of the rest.
 
     Collective: none.
     """
     shape, element = run.shape, run.element
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # The layers that read a norm's output: queries, keys and values; gate and up.
-    readers = (3, 2 if shape.gated else 1)
+    share = shape.sparse_layers / shape.layers
+    # Experts read rows that were sorted for them; the router reads the norm's output.
+    inner = readers.inner if not (readers.frozen and share) else readers.inner * (1 - share)
     if shape.parallel:
-        whole = _norm(run, autocast, sum(readers))
+        whole = _norm(run, autocast, readers, readers.attention + readers.inner)
     else:
-        whole = sum(_norm(run, autocast, number) for number in readers)
+        whole = _norm(run, autocast, readers, readers.attention)
+        whole += _norm(run, autocast, readers, inner)
+    whole += element * readers.between
     expanded = k if run.flash else q
-    split = element * (q + expanded + expanded + q) + 4 * shape.heads
+    split = element * (q + expanded + expanded) + 4 * shape.heads
+    if run.flash or readers.output:
+        split += element * q
+    if autocast and readers.frozen and readers.output:
+        # PEFT casts what it reads to the adapter's fp32, and autocast that to a copy.
+        split += element * q
     if shape.head_norms:
         # Their input in fp32 and the normalized values; what comes out is rotated, and not kept.
-        split += (4 + element) * (q + k)
-    inner: float = element * (4 if shape.gated else 2) * shape.width
-    if shape.sparse_layers:
-        share = shape.sparse_layers / shape.layers
-        around = expert_copies(shape, run.kept, 0.0) if shape.shared_width == 0 else 0.0
-        routed = expert_copies(shape, run.kept, run.imbalance) - around
-        inner = (1 - share) * inner + share * element * shape.hidden * routed
-    return whole, split + inner
+        split += (4 + (0 if readers.frozen else element)) * (q + k)
+    dense = element * ((3 if shape.gated else 1) + readers.down) * shape.width
+    return whole, split + (1 - share) * dense + share * _expert_bytes(run, readers)
+
+
+def _expert_bytes(run: Run, readers: Readers) -> float:
+    """Return bytes a token of a layer of experts: of the routed ones and those of every token."""
+    shape, element = run.shape, run.element
+    inner = 3 if shape.gated else 1
+    # Sorted rows in, inner tensors, and rows out, which are weighed.
+    routed = 1 * shape.hidden + inner * shape.expert_width
+    if readers.experts:
+        routed += shape.hidden + shape.expert_width
+    shared = (inner + readers.down) * shape.shared_width
+    return element * (shape.experts_per_token * routed * run.imbalance + shared)
 
 
 def attention_score_bytes(run: Run) -> int:
@@ -104,12 +158,17 @@ def attention_score_bytes(run: Run) -> int:
     return size * run.shape.heads * run.seq_len**2 * run.rows
 
 
-def _norm(run: Run, autocast: bool, readers: int) -> float:
-    """Return bytes a token that a norm keeps, and the copies that autocast makes of its output."""
+def _norm(run: Run, autocast: bool, readers: Readers, number: float) -> float:
+    """Return bytes a token that a norm keeps, with its output where a `number` of layers keep it.
+
+    Under autocast each of these keeps a cast copy of its own.
+    """
     hidden, element = run.shape.hidden, run.element
     if autocast:
-        return (4 + (0 if run.shape.layer_norm else 4) + 2 * readers) * hidden + 4
+        normalized = 0 if run.shape.layer_norm or readers.frozen else 4
+        return (4 + normalized + 2 * number) * hidden + 4
+    output = element * min(number, 1)
     if run.shape.layer_norm:
-        return 2 * element * hidden + 8
+        return (element + output) * hidden + 8
     # The input in fp32, which is the input itself in fp32, what is normalized, and the output.
-    return (4 + 2 * element) * hidden + 4
+    return (4 + (0 if readers.frozen else element) + output) * hidden + 4

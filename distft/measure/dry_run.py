@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distft.formulas.architectures import expert_numbers
 from distft.formulas.reports import MemoryReport, TrafficReport, table
 from distft.measure.collectives import CollectiveRecords, count_collectives
-from distft.measure.fake import FakeTensors, fake_group, settle_buckets
+from distft.measure.fake import FakeTensors, fake_group, modules_stay, settle_buckets
 from distft.measure.live import LiveBytes
 from distft.measure.memory import ModelStateBytes, model_state_bytes
 from distft.mesh import Mesh
@@ -158,7 +158,8 @@ def dry_run(
     made on tensors that have a size and no values, in a process group of ``world_size`` ranks
     that sends nothing. Bytes are those of torch's tensors, as on a GPU: AdamW updates all tensors
     at once, tokens go to all experts alike, and kernels' own scratch space is not seen. It checks
-    `Strategy.memory` and `Strategy.traffic`, which the result has too.
+    `Strategy.memory` and `Strategy.traffic`, which the result has too. With ``tuning="lora"``
+    PEFT's own adapters are put on.
 
     Args:
         strategy: DDP, FSDP2, HSDP, TP, EP or NDParallel.
@@ -174,8 +175,8 @@ def dry_run(
 
     Raises:
         ValueError: The strategy is ZeRO, whose engine works on values; it offloads; the degrees or
-            the rank do not fit ``world_size``; or the load asks for what `Strategy.train_step`
-            does not do itself: another loss, or quantized weights.
+            the rank do not fit ``world_size``; or the load asks for quantized weights, or for a
+            loss that `Strategy.train_step` does not do itself.
         RuntimeError: This process is in a process group, or the model's forward pass depends on
             values.
 
@@ -228,10 +229,10 @@ def _checked(
             raise ValueError(
                 f"dry_run({strategy!r}): {field} needs a device, and a dry run has 0. Leave it out."
             )
-    if load.tuning != "full":
+    if load.tuning == "qlora":
         raise ValueError(
-            f"dry_run runs tuning='full', and the load has tuning={load.tuning!r}. Use "
-            "strategy.memory and strategy.traffic for adapters."
+            "dry_run runs tuning='full' or 'lora', and the load has tuning='qlora', whose kernels "
+            "need 4-bit values. Use strategy.memory and strategy.traffic."
         )
     if loss_fn is None and load.loss != "eager":
         raise ValueError(
@@ -254,6 +255,7 @@ class _Run:
         self.rows_sent = 0
         self.model: Any = None
         self.optimizer: Any = None
+        self.adapters: Any = None
 
     def build(self, config: Any, model_class: Any) -> ModelSpec:
         """Build the model without values, and return its spec."""
@@ -263,21 +265,20 @@ class _Run:
         made = _configuration(config, attention)
         with self.fake.everywhere(), torch.device(local_device()):
             model = _built(made, model_class)
-        # It is where it belongs; torch cannot move fake parameters.
-        object.__setattr__(model, "to", lambda *_, **__: model)
         self.model = model
         spec = ModelSpec.from_model(model)
         tokens = self.load.micro_batch * self.load.seq_len
         tp = self.mesh.tp
         mine = min(-(-tokens // tp), tokens - self.rank % tp * -(-tokens // tp))
         self.rows_sent = mine * spec.experts_per_token
+        self.adapters = _adapters(spec, self.load)
         return spec
 
     def spread(self) -> None:
         """Shard the model and build its optimizer."""
-        with self.fake.for_floats(), self.live.tracking():
+        with self.fake.for_floats(), self.live.tracking(), modules_stay():
             self.model, self.optimizer = self.strategy._spread_checked(
-                self.model, _optimizer(self.load.optimizer), None, None, self.mesh
+                self.model, _optimizer(self.load.optimizer), None, self.adapters, self.mesh
             )
         unwrap(self.model).register_forward_hook(lambda *_: self.live.enter("loss"))
         self.live.add([*self.model.parameters(), *self.model.buffers()])
@@ -364,6 +365,28 @@ def _built(config: Any, model_class: Any) -> nn.Module:
     build = getattr(model_class, "from_config", model_class)
     made: nn.Module = build(config)
     return made
+
+
+def _adapters(spec: ModelSpec, load: Workload) -> Any:
+    """Return PEFT's configuration of a load's adapters, None for full tuning."""
+    if load.tuning == "full":
+        return None
+    from peft import LoraConfig
+
+    targets: Any = load.lora_targets
+    if targets != "all-linear":
+        targets = [targets] if isinstance(targets, str) else list(targets)
+    names: set[str] = set()
+    if load.expert_lora_rank is not None:
+        stacked = [t for t in spec.tensors if t.is_expert and len(t.shape) == 3]
+        names = {tensor.name.removeprefix(f"{tensor.unit}.") for tensor in stacked}
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=load.lora_rank,
+        target_modules=targets,
+        target_parameters=sorted(names) or None,
+        rank_pattern=dict.fromkeys(sorted(names), load.expert_lora_rank),
+    )
 
 
 def _optimizer(name: str) -> Any:

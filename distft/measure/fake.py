@@ -80,6 +80,25 @@ class FakeTensors:
             yield
 
 
+@contextmanager
+def modules_stay() -> Iterator[None]:
+    """Have modules stay where and what they are inside: torch cannot move fake parameters.
+
+    PEFT moves an adapter to its layer's device and dtype, which the strategy casts afterwards.
+
+    Collective: none.
+    """
+    import torch
+
+    kind: Any = torch.nn.Module
+    to = kind.to
+    kind.to = lambda module, *_, **__: module
+    try:
+        yield
+    finally:
+        kind.to = to
+
+
 def settle_buckets(model: Any) -> None:
     """Have DDP order its buckets by the first backward pass now, and not in the next forward pass.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distft.adapted import readers_of, with_adapters
 from distft.formulas.eager import eager_lines
 from distft.formulas.packed import scale_bytes
 from distft.formulas.peak import Layout, Run, working_lines
@@ -52,8 +53,9 @@ def with_working_memory(
     weight = 4 if strategy.precision == "fp32" else 2
     if spec.shape is not None:
         run = run_of(strategy, spec, load, mesh)
-        if run.kept.kernels == "eager" and run.adapters is None and run.shape.layers:
-            kept = eager_lines(run, strategy.autocasts, _whole_gradient(strategy, spec, mesh))
+        if run.kept.kernels == "eager" and run.shape.layers:
+            gradient = _whole_gradient(strategy, with_adapters(spec, load), mesh)
+            kept = eager_lines(run, strategy.autocasts, gradient, readers_of(spec, load))
         else:
             kept = working_lines(run)
         lines += [
@@ -75,7 +77,7 @@ def _whole_gradient(strategy: Strategy, spec: ModelSpec, mesh: Mesh) -> int:
     if strategy.layout == "deepspeed" or mesh.dp_shard == 1 or not blocks:
         return 0
     size, reduced = {"fp32": (4, 4), "bf16-mixed": (2, 4), "bf16": (2, 2)}[strategy.precision]
-    largest = max(unit.numel for unit in blocks) // mesh.tp
+    largest = max(sum(t.numel for t in unit.tensors if t.trainable) for unit in blocks) // mesh.tp
     return (reduced + (size if len(blocks) > 2 else 0)) * largest
 
 

@@ -63,6 +63,22 @@ def test_the_peak_of_a_step_is_within_5_percent_of_the_formulas(strategy, model,
     assert abs(found.peak_error) < 0.05, str(found)
 
 
+LORA = Workload(seq_len=32, tuning="lora", lora_rank=2)
+PEAKS_OF_LORA = [
+    (FSDP2(), LORA, 8),
+    (FSDP2(precision="bf16"), replace(LORA, lora_targets=("q_proj", "v_proj")), 8),
+    (HSDP(dp_replicate=2, precision="bf16-mixed"), LORA, 4),
+    (DDP(precision="bf16-mixed"), LORA, 4),
+]
+
+
+@pytest.mark.parametrize(("strategy", "load", "ranks"), PEAKS_OF_LORA, ids=str)
+def test_state_traffic_and_peak_of_lora_are_those_of_the_formulas(strategy, load, ranks):
+    found = distft.dry_run(strategy, tiny_config("L"), load, world_size=ranks)
+    check_exact(found)
+    assert abs(found.peak_error) < 0.05, str(found)
+
+
 def test_an_8b_model_runs_on_8_ranks_that_are_not_there():
     load = Workload(seq_len=4096)
     found = distft.dry_run(FSDP2(precision="bf16-mixed"), "Llama-3.1-8B", load, world_size=8)
@@ -72,16 +88,19 @@ def test_an_8b_model_runs_on_8_ranks_that_are_not_there():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "tuning"),
     [
-        DDP(precision="bf16-mixed"),
-        TP(precision="bf16"),
-        HSDP(dp_replicate=2, activation_checkpointing=True),
+        *((DDP(precision="bf16-mixed"), tuning) for tuning in ("full", "lora")),
+        *((TP(precision="bf16"), tuning) for tuning in ("full", "lora")),
+        (HSDP(dp_replicate=2, activation_checkpointing=True), "full"),
+        (HSDP(dp_replicate=2, precision="bf16"), "lora"),
+        (FSDP2(precision="bf16", activation_checkpointing=True), "lora"),
     ],
     ids=str,
 )
-def test_the_peak_of_an_8b_model_is_within_5_percent_of_the_formulas(strategy):
-    found = distft.dry_run(strategy, "Llama-3.1-8B", Workload(seq_len=2048), world_size=8)
+def test_the_peak_of_an_8b_model_is_within_5_percent_of_the_formulas(strategy, tuning):
+    load = Workload(seq_len=2048, tuning=tuning)
+    found = distft.dry_run(strategy, "Llama-3.1-8B", load, world_size=8)
     check_exact(found)
     assert abs(found.peak_error) < 0.05, str(found)
 
@@ -101,7 +120,7 @@ def test_the_report_shows_both_and_the_difference():
         (FSDP2(dp_shard=3), LOAD, {}, "needs 3 ranks"),
         (FSDP2(offload="params"), LOAD, {}, "offload"),
         (DDP(compile="block"), LOAD, {}, "compile"),
-        (DDP(), Workload(tuning="lora"), {}, "tuning='lora'"),
+        (DDP(), Workload(tuning="qlora"), {}, "tuning='qlora'"),
         (DDP(), Workload(loss="chunked"), {}, "loss='chunked'"),
     ],
     ids=lambda value: str(value)[:30],
