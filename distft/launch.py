@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -42,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // options.nproc)))
     with tempfile.TemporaryDirectory(prefix="distft-launch-") as folder:
-        return _run(options.nproc, [options.script, *options.args], Path(folder))
+        code = _run(options.nproc, [options.script, *options.args], Path(folder))
+    if options.json:
+        # The last line: what the ranks print themselves comes before it.
+        print(json.dumps({"exit_code": code, "num_ranks": options.nproc, "script": options.script}))
+    return code
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -53,6 +58,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("script", help="Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)

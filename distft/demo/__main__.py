@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Collective: every rank of a launcher's job.
     """
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m distft.demo",
+        description=(
+            "Fine-tune one small Qwen3 on the standard library's documentation under six "
+            "strategies, compare the training with one process and the costs with the formulas."
+        ),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo with options that were parsed, and return the exit code of `main`.
+
+    Collective: every rank of a launcher's job.
+    """
     missing = [name for name in ("matplotlib", "rich") if not importlib.util.find_spec(name)]
     if missing:
         print(
@@ -35,8 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = _run(options, under_launcher)
     except (DemoError, ValueError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"distft.demo: {error}", file=sys.stderr)
+            print(
+                json.dumps({"error": str(error)}) if options.json else f"distft.demo: {error}",
+                file=sys.stdout if options.json else sys.stderr,
+            )
         return 2
+    if options.json and os.environ.get("RANK", "0") == "0":
+        from distft.demo.results import RESULTS
+
+        print(json.dumps(json.loads((options.out / RESULTS).read_text())))
     return 0 if good else 1
 
 
@@ -67,24 +93,19 @@ def _run(options: argparse.Namespace, under_launcher: bool) -> bool:
 
         distft.init(seed=settings.seed)
         ranks = LaunchedRanks()
-        return run_demo(settings, ranks, Console(quiet=not ranks.is_first))
+        return run_demo(settings, ranks, Console(quiet=options.json or not ranks.is_first))
     started = StartedRanks()
     try:
-        return run_demo(settings, started, Console())
+        return run_demo(settings, started, Console(quiet=options.json))
     finally:
         started.close()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m distft.demo",
-        description=(
-            "Fine-tune one small Qwen3 on the standard library's documentation under six "
-            "strategies, compare the training with one process and the costs with the formulas."
-        ),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options to a parser.
+
+    Collective: none.
+    """
     parser.add_argument(
         "--strategy",
         action="append",
@@ -102,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("distft-demo"),
         help="folder for pictures, numbers and models (default: ./distft-demo)",
     )
-    return parser
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from distft.demo.plan import TOLERANCE, Job
 from distft.demo.training import Run
 from distft.measure import ModelStateBytes
 
+# In the folder of the demo.
+RESULTS = "results.json"
+
 
 @dataclass(frozen=True)
 class Result:

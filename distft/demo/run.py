@@ -18,7 +18,7 @@ from distft.demo.plots import plot_losses, plot_memory
 from distft.demo.progress import Bar, Bars
 from distft.demo.ranks import Ranks
 from distft.demo.report import print_answers, print_opening, print_report
-from distft.demo.results import Result, write_json
+from distft.demo.results import RESULTS, Result, write_json
 from distft.demo.training import Run, train, train_alone
 
 MARKER = ".distft-demo"
@@ -79,7 +79,7 @@ def run_demo(settings: Settings, ranks: Ranks, console: Console) -> bool:
         print_answers(console, ask_about(rows), results, epochs)
         plot_losses(settings.out / "losses.png", reference, results)
         plot_memory(settings.out / "memory.png", results)
-        write_json(settings.out / "results.json", reference, results)
+        write_json(settings.out / RESULTS, reference, results)
     seconds = time.perf_counter() - begun
     console.print(
         f"\nWrote [bold]losses.png[/], [bold]memory.png[/], results.json and models/ to "

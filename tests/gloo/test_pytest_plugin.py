@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from distft.__main__ import main
+from distft.commands import main
 
 PLUGIN = "distft.testing.pytest_plugin"
 ROOT = Path(__file__).parents[2]

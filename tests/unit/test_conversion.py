@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distft.__main__ import main
 from distft.checkpoint.consolidation import consolidate
 from distft.checkpoint.difference import diff
 from distft.checkpoint.readers import read_map
@@ -22,6 +21,7 @@ from distft.checkpoint.stream import Stream
 from distft.checkpoint.writers.dcp import plan_dcp
 from distft.checkpoint.writers.pickled import Stored
 from distft.checkpoint.writers.torch_zip import Archives
+from distft.commands import main
 from distft.mesh import Mesh
 
 RAM = 50_000_000

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM
 
 import distft
-from distft.__main__ import main
 from distft.checkpoint.conversion import FORMATS, convert
 from distft.checkpoint.readers import read_map
+from distft.commands import main
 from distft.testing import tiny_model
 from tests.zero_folder import MOMENTS, moment, write_zero
 

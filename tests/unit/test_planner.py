@@ -250,7 +250,7 @@ def test_30_layouts_of_a_70b_are_planned_in_50_ms():
 def test_the_command_answers_without_torch():
     code = (
         "import sys\n"
-        "from distft.__main__ import main\n"
+        "from distft.commands import main\n"
         "code = main(['plan', 'Qwen3-30B-A3B', '--cluster', '8xH100-SXM', '--json'])\n"
         "names = ('torch', 'numpy', 'matplotlib', 'transformers')\n"
         "heavy = [name for name in names if name in sys.modules]\n"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import distft
-from distft.__main__ import main
 from distft.checkpoint.readers.dcp import read_items
 from distft.checkpoint.records import check_records, refuse_broken_records
+from distft.commands import main
 
 
 @pytest.fixture

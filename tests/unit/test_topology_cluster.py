@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distft import Cluster
-from distft.__main__ import main
+from distft.commands import main
 from distft.topology import GPUS, PRESETS, bus_factor
 
 TEXTS = Path(__file__).parents[1] / "topo"

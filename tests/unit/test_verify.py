@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import distft
-from distft.__main__ import main
 from distft.checkpoint.readers import read_map
+from distft.commands import main
 from distft.testing import tiny_config
 from tests.reading import values
 

@@ -39,12 +39,25 @@ def read_map(path: str | Path) -> ShardMap:
     """
     path = Path(path).absolute()
     try:
-        return _read(path)
+        found = _read(path)
     except _DAMAGE as error:
         raise ValueError(
             f"{path} describes what no checkpoint holds ({type(error).__name__}: {error}). "
             "Its files are damaged, or of a tool that is not known here: use another checkpoint."
         ) from error
+    _check_names(path, found)
+    return found
+
+
+def _check_names(path: Path, found: ShardMap) -> None:
+    """Refuse names that lead out of a folder: some formats make files that tensors name."""
+    for kind, names in (("file", found.files), ("tensor", found.tensors), ("tensor", found.ties)):
+        for name in names:
+            if name.startswith("/") or "\0" in name or ".." in name.split("/"):
+                raise ValueError(
+                    f"{path} names the {kind} {name!r}, which would lead out of its folder. No "
+                    "tool writes that: do not use this checkpoint."
+                )
 
 
 def is_of_distft(path: Path) -> bool:

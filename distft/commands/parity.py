@@ -1,4 +1,4 @@
-"""The command ``python -m distft parity``."""
+"""The command ``distft parity``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_parity(commands: Any) -> None:
         "parity",
         help="train a small copy of a model under strategies and in one process; exit code 1 "
         "where they differ",
-        epilog="example: python -m distft parity Qwen/Qwen3-8B --strategies all",
+        epilog="example: distft parity Qwen/Qwen3-8B --strategies all",
     )
     command.add_argument(
         "model",
