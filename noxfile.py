@@ -1,5 +1,9 @@
 """Every job of this repository: `nox -l` lists them; start with `nox -s demo`, `nox -s tests`."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2026.2"
@@ -77,6 +81,34 @@ def docs(session: nox.Session) -> None:
     """Run the doctests, and the code blocks of README and docs."""
     install(session, ".[all]", "docs")
     session.run("pytest", "--doctest-modules", "distft", "docs", *session.posargs, env=CPU)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist; install each into an empty environment and run the demo from it."""
+    built = Path(session.create_tmp())
+    install(session, None, "package")
+    session.run("python", "-m", "build", "--outdir", str(built))
+    for archive in (max(built.glob("*.whl")), max(built.glob("*.tar.gz"))):
+        place = Path(tempfile.mkdtemp(dir=built))
+        session.run("python", "-m", "venv", str(place / "venv"))
+        python = place / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+        wanted = ("-c", "constraints.txt", f"{archive}[deepspeed,plot]")
+        session.run(str(python), "-m", "pip", "install", "--quiet", *wanted, external=True)
+        with session.chdir(place):
+            # Outside of the tree, so that nothing but the archive is imported.
+            demo = ("demo", "--strategy", "fsdp2", "--strategy", "zero3", "--steps", "6")
+            for command in (("plan", "Qwen3-8B"), demo):
+                session.run(str(python), "-m", "distft", *command, env=CPU, external=True)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the tests of one process and print which lines they miss; ranks are not counted."""
+    install(session, ".[all]", "coverage")
+    paths = ("tests/unit", "tests/property")
+    wanted = ("--cov=distft", "--cov-report=term:skip-covered")
+    session.run("pytest", "-m", "not slow and not gpu", *wanted, *paths, env=CPU)
 
 
 @nox.session
