@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from distft.formulas.eager import Readers
+from distft.formulas.split_rules import stores_outputs_first
 from distft.spec import ModelSpec, TensorSpec, Workload
 
 _PREFIX = "base_model.model."
@@ -23,7 +25,7 @@ def with_adapters(spec: ModelSpec, load: Workload) -> ModelSpec:
 
     With adapters the model's are frozen, and each targeted linear layer of a block gets A (r, in)
     and B (out, r); with `expert_lora_rank` so do the experts' matrices, r for each expert. Names
-    and order are PEFT's, but for experts, which PEFT nests.
+    and order are PEFT's.
 
     Source: Hu et al. 2021 (LoRA), section 4.1; PEFT 0.21, `target_parameters`.
 
@@ -39,7 +41,13 @@ def with_adapters(spec: ModelSpec, load: Workload) -> ModelSpec:
             f"Workload(expert_lora_rank={load.expert_lora_rank}), but the model has 0 experts. "
             "Leave it out."
         )
-    tensors = [each for tensor in spec.tensors for each in _adapted(tensor, load)]
+    tensors: list[TensorSpec] = []
+    for path, group in groupby(spec.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
+        own = list(group)
+        if load.expert_lora_rank is not None and own[0].is_expert:
+            tensors += _adapted_experts(path, own, load.expert_lora_rank)
+        else:
+            tensors += _adapted(path, own, load)
     if not any(tensor.trainable for tensor in tensors):
         raise ValueError(
             f"Workload(lora_targets={load.lora_targets!r}) names none of the linear layers in the "
@@ -109,31 +117,48 @@ def readers_of(spec: ModelSpec, load: Workload) -> Readers:
     )
 
 
-def _adapted(tensor: TensorSpec, load: Workload) -> Iterator[TensorSpec]:
+def _adapted_experts(path: str, tensors: Sequence[TensorSpec], rank: int) -> Iterator[TensorSpec]:
+    """Yield a module of experts in PEFT's wrappers, one around another, and their factors."""
+    stacked = [tensor for tensor in tensors if len(tensor.shape) == 3]
+    outputs_first = stores_outputs_first([tensor.shape for tensor in stacked])
+    inside = f"{_PREFIX}{path}{'.base_layer' * len(stacked)}"
+    for tensor in tensors:
+        yield replace(_frozen(tensor), name=f"{inside}.{tensor.name.rpartition('.')[2]}")
+    for place, tensor in enumerate(stacked, 1):
+        wrapper = f"{_PREFIX}{path}{'.base_layer' * (len(stacked) - place)}"
+        number, *widths = tensor.shape
+        out, width = widths if outputs_first else reversed(widths)
+        for factor, shape in (("A", (rank * number, width)), ("B", (out, rank * number))):
+            name = f"{wrapper}.lora_{factor}.default.weight"
+            yield TensorSpec(name, shape, _frozen(tensor).unit, True, True)
+
+
+def _frozen(tensor: TensorSpec) -> TensorSpec:
+    """Return a tensor of the model under PEFT's prefix, not trained."""
     unit = _PREFIX + tensor.unit if tensor.unit else tensor.unit
     bf16_unit = _PREFIX + tensor.bf16_unit if tensor.bf16_unit else tensor.bf16_unit
-    frozen = replace(
-        tensor, name=_PREFIX + tensor.name, unit=unit, bf16_unit=bf16_unit, trainable=False
-    )
-    if load.tuning == "qlora" and _is_linear(tensor) and not tensor.kept:
-        frozen = replace(frozen, scales="nested" if load.double_quant else "plain")
-    rank = _rank(tensor, load)
-    if not rank:
+    name = _PREFIX + tensor.name
+    return replace(tensor, name=name, unit=unit, bf16_unit=bf16_unit, trainable=False)
+
+
+def _adapted(path: str, tensors: Sequence[TensorSpec], load: Workload) -> Iterator[TensorSpec]:
+    """Yield the tensors of a module, and the factors on it where it is targeted."""
+    rank = max(_rank(tensor, load) for tensor in tensors)
+    for tensor in tensors:
+        frozen = _frozen(tensor)
+        if load.tuning == "qlora" and _is_linear(tensor) and not tensor.kept:
+            frozen = replace(frozen, scales="nested" if load.double_quant else "plain")
+        if rank:
+            own = tensor.name.rpartition(".")[2]
+            frozen = replace(frozen, name=f"{_PREFIX}{path}.base_layer.{own}")
         yield frozen
+    weight = next((tensor for tensor in tensors if _rank(tensor, load)), None)
+    if weight is None:
         return
-    layer = frozen.name.removesuffix(".weight")
-    out, width = (
-        (tensor.shape[1], tensor.shape[2]) if tensor.is_expert else (tensor.shape[0], tensor.numel)
-    )
-    if tensor.is_expert:
-        rank *= tensor.shape[0]
-        yield frozen
-    else:
-        width //= out
-        yield replace(frozen, name=f"{layer}.base_layer.weight")
-    for factor, shape in (("A", (rank, width)), ("B", (out, rank))):
-        name = f"{layer}.lora_{factor}.default.weight"
-        yield TensorSpec(name, shape, unit, True, tensor.is_expert)
+    out = weight.shape[0]
+    for factor, shape in (("A", (rank, weight.numel // out)), ("B", (out, rank))):
+        name = f"{_PREFIX}{path}.lora_{factor}.default.weight"
+        yield TensorSpec(name, shape, _frozen(weight).unit)
 
 
 def _rank(tensor: TensorSpec, load: Workload) -> int:

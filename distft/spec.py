@@ -339,7 +339,8 @@ class Workload:
         grad_accum: Micro-steps of one optimizer step.
         tuning: `"full"`, `"lora"` or `"qlora"`: weights of 4 bits, nf4, and adapters.
         lora_rank: Rank of the adapters on dense layers.
-        lora_targets: `"all-linear"`, or the names of the modules that get adapters.
+        lora_targets: `"all-linear"`, which leaves experts and routers to `expert_lora_rank`, or the
+            names of the modules that get adapters. PEFT's own "all-linear" takes both of them too.
         expert_lora_rank: Rank of the adapters on experts; None leaves experts without.
         optimizer: `"adamw"` or `"adam"` (two moments), or `"sgd"` without momentum (none).
         attention: `"flash"`, `"sdpa"` or `"eager"`, which keeps the score matrix.

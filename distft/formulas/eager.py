@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distft.formulas.peak import Run
-from distft.formulas.reports import BACKWARD
+from distft.formulas.reports import BACKWARD, FORWARD
 from distft.formulas.shape import Shape
 
 _Line = tuple[str, str, tuple[str, ...], float, bool]
 # Until the first block's backward pass has begun; no gradients are there yet.
-_KEPT = ("forward", "loss", *BACKWARD[:2])
+_KEPT = (*FORWARD[1:], "loss", *BACKWARD[:2])
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def eager_lines(
     readers = readers or Readers.of_all(shape)
     tp = run.layout.tp
     whole, split = layer_bytes(run, autocast, readers)
-    layer = tokens * (whole + split / tp)
+    experts = _adapted_expert_bytes(run, autocast, readers)
+    layer = tokens * (whole + split / tp) + experts
     scores = 0
     if not run.flash:
         scores = attention_score_bytes(run) // tp
@@ -93,6 +94,9 @@ def eager_lines(
     # Of gate, activated gate and up, or of one inner tensor and the other.
     inner = run.element * (3 if shape.gated else 2) * tokens * shape.width / tp
     yield "gradients of activations in one block", "activations", BACKWARD[1:2], inner, False
+    if experts:
+        name = "gradient of one block's adapted experts"
+        yield name, "buffer", BACKWARD[1:2], experts, False
     more = unit_bytes - (layer + scores)
     if more > 0:
         name = "gradients of one block, over its activations"
@@ -104,7 +108,7 @@ def eager_lines(
         yield "logits and loss", "logits", ("loss",), copies * numel, False
         # Ranks of a tp group each have some columns: what is gathered lies there twice more.
         made = run.element * (1 if tp == 1 else 3) * numel
-        yield "logits", "logits", ("forward",), made, False
+        yield "logits", "logits", FORWARD[2:], made, False
 
 
 def layer_bytes(run: Run, autocast: bool, readers: Readers) -> tuple[float, float]:
@@ -147,6 +151,19 @@ def _expert_bytes(run: Run, readers: Readers) -> float:
         routed += shape.hidden + shape.expert_width
     shared = (inner + readers.down) * shape.shared_width
     return element * (shape.experts_per_token * routed * run.imbalance + shared)
+
+
+def _adapted_expert_bytes(run: Run, autocast: bool, readers: Readers) -> float:
+    """Return bytes of the experts' weights of a layer with their adapters folded in.
+
+    PEFT adds `B A` to all experts at once, and the products keep the sum, which autocast does not
+    cast. 0 without adapters.
+    """
+    shape, layout = run.shape, run.layout
+    if not (readers.frozen and readers.experts and shape.sparse_layers):
+        return 0.0
+    element = 4 if autocast else run.element
+    return element * shape.expert_params / shape.layers / max(layout.ep, layout.tp)
 
 
 def attention_score_bytes(run: Run) -> int:

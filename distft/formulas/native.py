@@ -14,6 +14,7 @@ from distft.formulas.memory import chunk_rows, model_state_bytes
 from distft.formulas.reports import (
     ALWAYS,
     BACKWARD,
+    FORWARD,
     Collective,
     MemoryLine,
     MemoryReport,
@@ -50,12 +51,23 @@ PRECISIONS = {
 
 
 def ddp_memory(
-    tensors: Sequence[Parameter], ranks: int, precision: str, optimizer: str = "adamw"
+    tensors: Sequence[Parameter],
+    ranks: int,
+    precision: str,
+    optimizer: str = "adamw",
+    blocks: Sequence[Sequence[Parameter]] | None = None,
 ) -> MemoryReport:
     """Memory of DistributedDataParallel: every rank holds all of it.
 
     Source: Li et al. 2020 (PyTorch Distributed). Assumes: torch 2.13, `gradient_as_bucket_view`,
     so that buckets are the gradients.
+
+    Args:
+        tensors: The parameters.
+        ranks: Ranks.
+        precision: Name of the precision.
+        optimizer: Name of the optimizer.
+        blocks: The parameters of each block that is computed again; None where none is.
 
     Raises:
         ValueError: The precision or the optimizer is unknown.
@@ -66,12 +78,34 @@ def ddp_memory(
     largest = max((t.numel * bytes_of_tensor(t, precision).gradient for t in trained), default=0)
     buffers: list[Buffer] = [("gradient on its way to its bucket", BACKWARD[2:], largest)]
     if precision == "bf16-mixed":
-        # Autocast keeps what it has cast until the backward pass has used it.
-        cast = sum(2 * t.numel for t in tensors if len(t.shape) > 1 and not _is_embedding(t))
-        held = ("forward", "loss", *BACKWARD[:2])
-        buffers.append(("weights that autocast has cast", held, cast))
+        buffers += _cast_weights(tensors, blocks)
     # Buckets are there from the first step on, whether they hold gradients or not.
     return _report(tensors, 1, ranks, precision, optimizer, 0, buffers, ALWAYS)
+
+
+def _cast_weights(
+    tensors: Sequence[Parameter], blocks: Sequence[Sequence[Parameter]] | None
+) -> list[Buffer]:
+    """Return the weights that autocast has cast, which are held until a backward pass used them.
+
+    Of blocks that are computed again nothing is kept for it: autocast itself remembers casts of
+    trained weights until the forward pass is over, and makes one block's again in the backward.
+    """
+
+    def cast(some: Iterable[Parameter]) -> int:
+        return sum(2 * t.numel for t in some if len(t.shape) > 1 and not _is_embedding(t))
+
+    name, all_ = "weights that autocast has cast", cast(tensors)
+    if blocks is None:
+        return [(name, ("forward", "loss", *BACKWARD[:2]), all_)]
+    one = max((cast(block) for block in blocks), default=0)
+    rest = all_ - sum(cast(block) for block in blocks)
+    remembered = rest + sum(cast(t for t in block if t.trainable) for block in blocks)
+    return [
+        (name, ("forward",), max(remembered, rest + one)),
+        ("cast weights of the head", ("loss", BACKWARD[0]), rest),
+        ("cast weights of one block", (BACKWARD[1],), one),
+    ]
 
 
 def _is_embedding(tensor: Parameter) -> bool:
@@ -140,26 +174,35 @@ def buffer_lines(
     def size(unit: Sequence[Parameter], what: str) -> int:
         return sum(t.numel * int(getattr(bytes_of_tensor(t, precision), what)) for t in unit)
 
+    def padded(unit: Sequence[Parameter], what: str) -> int:
+        # Every rank's part is as large as the first's.
+        parts = ((padded_numel([t], shards), bytes_of_tensor(t, precision)) for t in unit)
+        return sum(numel * int(getattr(sizes, what)) for numel, sizes in parts)
+
     *blocks, root = units
-    block = max((size(unit, "gathered") for unit in blocks), default=0)
-    whole = size(root, "gathered")
+    block = max((padded(unit, "gathered") for unit in blocks), default=0)
+    whole = padded(root, "gathered")
     trained = [tensor for tensor in root if tensor.trainable]
     head = max((size([tensor], "gathered") for tensor in trained), default=0)
-    last = size(trained, "reduced")
+    last = padded(trained, "reduced")
     start, middle, end = BACKWARD
+    begin, inside, _ = FORWARD
     buffers: list[Buffer] = [
         ("gathered root", ("forward", "loss", start, middle), whole),
+        # In one piece, until it was copied out into tensors.
+        ("root as it arrives", (begin,), whole if shards > 1 else 0),
         ("whole gradient of the head", (middle,), head),
         ("whole gradients of the root", (end,), size(trained, "gathered")),
         # Its shards, which the gradients have too, are not there yet.
         ("input of the root's reduce-scatter, less its shard", (end,), last - last // shards),
     ]
     if reshard_after_forward:
-        buffers.append(("gathered blocks: at work, fetched ahead", ("forward", middle), 2 * block))
+        held = (begin, inside, middle)
+        buffers.append(("gathered blocks: at work, fetched ahead", held, 2 * block))
     else:
         # Every unit stays whole until its backward pass is done.
-        kept = sum(size(unit, "gathered") for unit in blocks)
-        buffers.append(("gathered blocks", ("forward", "loss", start, middle), kept))
+        kept = sum(padded(unit, "gathered") for unit in blocks)
+        buffers.append(("gathered blocks", (*FORWARD[1:], "loss", start, middle), kept))
     if defer_reduce:
         deferred = sum(size([t], "reduced") for unit in units for t in unit if t.trainable)
         buffers.append(("whole gradients until the last micro-step", ("backward",), deferred))

@@ -14,9 +14,13 @@ from distft.formulas.traffic import ring_fraction
 PHASES = ("load", "forward", "loss", "backward", "step", "save", "consolidate")
 # All but the last, in which no run is there: model state lies in files.
 ALWAYS = PHASES[:-1]
+# A forward pass is fullest where it begins, while the root arrives; where all blocks have kept what
+# they keep; or where it ends, with the logits. A line of "forward" is held in all three.
+FORWARD = ("forward: begin", "forward: blocks", "forward: end")
 # A backward pass is fullest where it begins, with the gradient of the loss; where its first block
 # begins; or where it ends, with all gradients. A line of "backward" is held in all three.
 BACKWARD = ("backward: loss", "backward: blocks", "backward: end")
+_MOMENTS = {"forward": FORWARD, "backward": BACKWARD}
 STATES = ("parameters", "gradients", "optimizer")
 # Beside model state: what is gathered or reduced, what a micro-step keeps for its backward pass,
 # and blocks that the allocator keeps where rows differ in length.
@@ -76,7 +80,7 @@ class MemoryLine:
         name: What is held, in words.
         kind: "parameters", "gradients" or "optimizer" (model state), "buffer", "activations",
             "logits", or "cached" (in what the allocator reserves only).
-        phases: Phases of a step, or moments of its backward pass, in which it is held.
+        phases: Phases of a step, or moments of a forward or backward pass, in which it is held.
         per_rank: Bytes on each rank.
         on_host: Whether it lies in host memory, offloaded, and not on the device.
         on_disk: Whether it lies on a disk, and in no memory.
@@ -92,11 +96,11 @@ class MemoryLine:
     def __post_init__(self) -> None:
         choice("kind", self.kind, KINDS)
         for phase in self.phases:
-            choice("phase", phase, (*PHASES, *BACKWARD))
+            choice("phase", phase, (*PHASES, *FORWARD, *BACKWARD))
 
     def is_held(self, phase: str) -> bool:
-        """Return whether it is held in a phase, or in a moment of a backward pass."""
-        return phase in self.phases or (phase in BACKWARD and "backward" in self.phases)
+        """Return whether it is held in a phase, or in a moment of a pass."""
+        return phase in self.phases or phase.partition(":")[0] in self.phases
 
     @property
     def phase(self) -> str:
@@ -214,9 +218,9 @@ class MemoryReport:
         Raises:
             ValueError: The phase does not exist.
         """
-        choice("phase", phase, (*PHASES, *BACKWARD))
+        choice("phase", phase, (*PHASES, *FORWARD, *BACKWARD))
         live = [line for line in self._on_device if line.kind != "cached"]
-        moments = BACKWARD if phase == "backward" else (phase,)
+        moments = _MOMENTS.get(phase, (phase,))
         held = [self._sum(line for line in live if line.is_held(moment)) for moment in moments]
         return max(max(each) if rank is None else each[rank] for each in held)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distft.adapted import with_adapters
 from distft.formulas.architectures import expert_numbers
 from distft.formulas.reports import MemoryReport, TrafficReport, table
 from distft.measure.collectives import CollectiveRecords, count_collectives
@@ -373,19 +374,22 @@ def _adapters(spec: ModelSpec, load: Workload) -> Any:
         return None
     from peft import LoraConfig
 
-    targets: Any = load.lora_targets
-    if targets != "all-linear":
-        targets = [targets] if isinstance(targets, str) else list(targets)
-    names: set[str] = set()
+    # By name: of a model with experts PEFT's own "all-linear" adapts experts and router too.
+    layers = {
+        tensor.name.partition(".lora_A.")[0].removeprefix(f"{tensor.unit}.")
+        for tensor in with_adapters(spec, load).tensors
+        if ".lora_A." in tensor.name and not tensor.is_expert
+    }
+    experts: set[str] = set()
     if load.expert_lora_rank is not None:
         stacked = [t for t in spec.tensors if t.is_expert and len(t.shape) == 3]
-        names = {tensor.name.removeprefix(f"{tensor.unit}.") for tensor in stacked}
+        experts = {tensor.name.removeprefix(f"{tensor.unit}.") for tensor in stacked}
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=load.lora_rank,
-        target_modules=targets,
-        target_parameters=sorted(names) or None,
-        rank_pattern=dict.fromkeys(sorted(names), load.expert_lora_rank),
+        target_modules=sorted(layers),
+        target_parameters=sorted(experts) or None,
+        rank_pattern=dict.fromkeys(sorted(experts), load.expert_lora_rank),
     )
 
 

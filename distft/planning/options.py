@@ -223,7 +223,7 @@ class Option:
         """What limits it: memory and its largest line, launches, communication or compute."""
         if not self.fits:
             phase = self.memory.peak_phase
-            lines = [x for x in self.memory.lines if phase in x.phases and not x.on_host]
+            lines = [x for x in self.memory.lines if x.is_held(phase) and not x.on_host]
             largest = max(lines, key=lambda line: line.num_bytes)
             return f"memory: {largest.name} in {phase}"
         time = self.time

@@ -131,7 +131,14 @@ class DDP(Strategy):
         read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
-        return ddp_memory(spec.tensors, mesh.num_ranks, self.precision, load.optimizer)
+        blocks = [unit.tensors for unit in spec.units if unit.name]
+        return ddp_memory(
+            spec.tensors,
+            mesh.num_ranks,
+            self.precision,
+            load.optimizer,
+            blocks if self.activation_checkpointing else None,
+        )
 
     def _traffic(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> TrafficReport:
         return ddp_traffic(

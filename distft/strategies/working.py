@@ -99,7 +99,7 @@ def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> R
         adapters = "all" if load.lora_targets == "all-linear" else "attention"
     return Run(
         spec.shape,
-        Layout(mesh.dp_replicate, mesh.dp_shard, mesh.tp),
+        Layout(mesh.dp_replicate, mesh.dp_shard, mesh.tp, ep=mesh.ep),
         rows=load.micro_batch,
         seq_len=load.seq_len,
         kept=Kept("compiled" if strategy.compile else "eager", adapters, dropout=False),

@@ -40,6 +40,15 @@ def test_adapters_have_the_names_shapes_and_order_of_pefts(model, targets):
     assert ours.tensors == peft_spec(model, r=2, target_modules=targets).tensors
 
 
+@pytest.mark.parametrize("model", ["M", "X", "G"])
+def test_adapters_on_experts_are_nested_as_pefts(model):
+    load = lora(lora_rank=2, lora_targets=["q_proj"], expert_lora_rank=2)
+    ours = with_adapters(ModelSpec.from_config(tiny_config(model)), load)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    theirs = peft_spec(model, r=2, target_modules=["q_proj"], target_parameters=names)
+    assert ours.tensors == theirs.tensors
+
+
 @pytest.mark.parametrize("rank", [1, 4, 6, 16, 64])
 def test_adapters_on_experts_count_as_pefts_at_a_rank_for_each_expert(rank):
     each = max(1, rank // 6)

@@ -53,6 +53,8 @@ PEAKS = [
     (HSDP(dp_replicate=2, precision="bf16"), "L", 8),
     (TP(), "L", 2),
     (DDP(precision="bf16-mixed"), "Lt", 4),
+    (DDP(precision="bf16-mixed", activation_checkpointing=True), "L", 4),
+    (FSDP2(), "M", 4),
 ]
 
 
@@ -68,7 +70,7 @@ PEAKS_OF_LORA = [
     (FSDP2(), LORA, 8),
     (FSDP2(precision="bf16"), replace(LORA, lora_targets=("q_proj", "v_proj")), 8),
     (HSDP(dp_replicate=2, precision="bf16-mixed"), LORA, 4),
-    (DDP(precision="bf16-mixed"), LORA, 4),
+    (DDP(precision="bf16-mixed", activation_checkpointing=True), LORA, 4),
 ]
 
 
@@ -77,6 +79,19 @@ def test_state_traffic_and_peak_of_lora_are_those_of_the_formulas(strategy, load
     found = distft.dry_run(strategy, tiny_config("L"), load, world_size=ranks)
     check_exact(found)
     assert abs(found.peak_error) < 0.05, str(found)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "peak_within"),
+    [(FSDP2(), 0.05), (DDP(precision="bf16-mixed"), 0.05), (EP(ep=2), None)],
+    ids=str,
+)
+def test_adapters_on_experts_cost_what_the_formulas_say(strategy, peak_within):
+    load = replace(LORA, lora_rank=1, expert_lora_rank=1)
+    found = distft.dry_run(strategy, tiny_config("M"), load, world_size=4)
+    check_exact(found)
+    # What EP keeps of its exchanges is not in the formula, and counts in so small a model.
+    assert peak_within is None or abs(found.peak_error) < peak_within, str(found)
 
 
 def test_an_8b_model_runs_on_8_ranks_that_are_not_there():
@@ -92,8 +107,7 @@ def test_an_8b_model_runs_on_8_ranks_that_are_not_there():
     [
         *((DDP(precision="bf16-mixed"), tuning) for tuning in ("full", "lora")),
         *((TP(precision="bf16"), tuning) for tuning in ("full", "lora")),
-        (HSDP(dp_replicate=2, activation_checkpointing=True), "full"),
-        (HSDP(dp_replicate=2, precision="bf16"), "lora"),
+        *((HSDP(dp_replicate=2, activation_checkpointing=True), way) for way in ("full", "lora")),
         (FSDP2(precision="bf16", activation_checkpointing=True), "lora"),
     ],
     ids=str,
