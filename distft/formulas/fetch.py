@@ -17,7 +17,7 @@ from typing import NamedTuple
 class Visit(NamedTuple):
     """A module at work, in the forward or the backward pass.
 
-    Args:
+    Attributes:
         own: Indices of its own parameters.
         frees: Whether it frees them after.
         recomputed: Indices of the frozen parameters that recomputing inside of it has used. The
