@@ -225,13 +225,9 @@ def _imported(tree: ast.AST) -> list[str]:
 
 
 def picture(name: str) -> str:
-    """Return a picture of a machine: GPUs in two rows, a line for each link of its own kind."""
+    """Return a picture of a machine: four GPUs to a square, a line for each link."""
     cluster = distft.Cluster.preset(_PICTURES[name])
     count = cluster.gpus_per_node
-    at = {
-        gpu: (60 + 90 * (gpu % (count // 2)), 60 if gpu < count // 2 else 190)
-        for gpu in range(count)
-    }
     drawn, seen = [], {}
     for first in range(count):
         for second in range(first + 1, count):
@@ -239,28 +235,37 @@ def picture(name: str) -> str:
             assert hop is not None
             kind = "NV" if hop.link.startswith("NV") else hop.link
             seen[kind] = hop.link
-            if kind == "SYS":
-                continue
-            (x1, y1), (x2, y2) = at[first], at[second]
-            # A bow beside GPUs of the same row, which would hide a straight line.
-            bend = 0 if y1 != y2 else (-1 if y1 < 100 else 1) * 12 * (second - first)
-            middle = f"{(x1 + x2) / 2:g} {(y1 + y2) / 2 + bend:g}"
-            colour = _COLOURS[kind]
-            drawn.append(
-                f'<path d="M{x1} {y1} Q{middle} {x2} {y2}" fill="none" stroke="{colour}" '
-                f'stroke-width="{2.5 if kind == "NV" else 1.5}"/>'
-            )
-    for gpu, (x, y) in at.items():
-        drawn.append(
-            f'<circle cx="{x}" cy="{y}" r="18" fill="#fff" stroke="#333" stroke-width="2"/>'
-        )
+            if kind != "SYS":
+                drawn.append(_line(_place(first), _place(second), kind))
+    # NVLink over what is slower.
+    drawn.sort(key=lambda line: _COLOURS["NV"] in line)
+    for gpu in range(count):
+        x, y = _place(gpu)
+        drawn.append(f'<circle cx="{x}" cy="{y}" r="18" fill="#fff" stroke="#333"/>')
         drawn.append(f'<text x="{x}" y="{y + 5}" text-anchor="middle">{gpu}</text>')
     drawn += _legend(seen)
-    width = 120 + 90 * (count // 2 - 1)
+    width = _place(count - 1)[0] + 60
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" width="{width}" '
         f'font-family="sans-serif" font-size="14"><title>{_PICTURES[name]}</title>\n'
         f'<rect width="{width}" height="300" fill="#fff"/>\n' + "\n".join(drawn) + "\n</svg>\n"
+    )
+
+
+def _place(gpu: int) -> tuple[int, int]:
+    square, inside = divmod(gpu, 4)
+    return 60 + 230 * square + 110 * (inside % 2), 60 + 110 * (inside // 2)
+
+
+def _line(start: tuple[int, int], end: tuple[int, int], kind: str) -> str:
+    (x1, y1), (x2, y2) = start, end
+    # A bow beside GPUs of the same row, which would hide a straight line.
+    far = y1 == y2 and abs(x2 - x1) > 120
+    bend = (-1 if y1 < 100 else 1) * abs(x2 - x1) / 6 if far else 0
+    middle = f"{(x1 + x2) / 2:g} {(y1 + y2) / 2 + bend:g}"
+    return (
+        f'<path d="M{x1} {y1} Q{middle} {x2} {y2}" fill="none" stroke="{_COLOURS[kind]}" '
+        f'stroke-width="{3 if kind == "NV" else 1.5}"/>'
     )
 
 
