@@ -89,7 +89,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def package(session: nox.Session) -> None:
     """Build wheel and sdist; install each into an empty environment and run the demo from it."""
-    built = Path(session.create_tmp())
+    built = Path(session.create_tmp()).resolve()
     install(session, None, "package")
     session.run("python", "-m", "build", "--outdir", str(built))
     for archive in (max(built.glob("*.whl")), max(built.glob("*.tar.gz"))):
@@ -123,3 +123,4 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/chunks.py", env=CPU)
     session.run("python", "benchmarks/step.py", *session.posargs, env=CPU)
     session.run("python", "benchmarks/trainer.py", env=CPU)
+    session.run("python", "benchmarks/parity.py", env=CPU)

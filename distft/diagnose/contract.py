@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from distft.diagnose._fully_shard import reduce_dtypes
 from distft.kept import is_adapter
 from distft.peft import base_model
 from distft.quantized import packed_layers
@@ -47,7 +48,7 @@ class Dtypes:
         storage: Of trained parameters.
         compute: Of the first linear layer's output.
         gradients: Of gradients after their reduction, where parameters hold them.
-        reduce: In which ``fully_shard`` reduces gradients; empty elsewhere.
+        reduce: In which ranks sum gradients.
         moments: Of the optimizer's tensors.
     """
 
@@ -101,19 +102,17 @@ def _count(tensors: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _reduce_dtypes(model: nn.Module) -> tuple[str, ...]:
-    """Return the dtypes in which units of ``fully_shard`` reduce; torch names them privately."""
-    found = set()
-    for module in unwrap(model).modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in getattr(state(), "_fsdp_param_groups", ()) if state else ():
-            for parameter in group.fsdp_params:
-                if not hasattr(parameter, "reduce_dtype"):
-                    # It is decided in the first forward pass.
-                    continue
-                dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
-                if parameter.sharded_param.requires_grad:
-                    found.add(str(dtype).removeprefix("torch."))
-    return tuple(sorted(found))
+    """Return the dtypes in which ranks sum gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if is_engine(model):
+        found = {cast("Any", model).communication_data_type}
+    elif isinstance(model, DistributedDataParallel):
+        # Its buckets are views of gradients, which have their parameters' dtypes.
+        found = {p.dtype for p in model.parameters() if p.requires_grad}
+    else:
+        found = set(reduce_dtypes(unwrap(model)))
+    return tuple(sorted(str(dtype).removeprefix("torch.") for dtype in found))
 
 
 def moments(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -226,8 +225,8 @@ def check_dtypes(strategy: Strategy, first: Dtypes, now: Dtypes) -> None:
             )
     if strategy.precision != "bf16" and "bfloat16" in now.reduce:
         raise RuntimeError(
-            f"precision={strategy.precision!r} sums gradients in float32, and fully_shard reduces "
-            f"in {', '.join(now.reduce)}. Leave the policy to Strategy.apply()."
+            f"precision={strategy.precision!r} sums gradients in float32, and here ranks reduce in "
+            f"{', '.join(now.reduce)}. Leave the policy to Strategy.apply()."
         )
     for kind in ("storage", "gradients", "moments"):
         was, is_now = getattr(first, kind), getattr(now, kind)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import distft
-from distft import DDP, FSDP2, TP
+from distft import DDP, FSDP2, TP, ZeRO1
 from distft.process_group import group_rank
 from distft.testing import tiny_batches, tiny_config, tiny_model
 
@@ -304,6 +304,14 @@ def reduced_in_bf16() -> None:
     steps(strategy, model, optimizer)
 
 
+def engine_reduces_in_bf16() -> None:
+    """DeepSpeed's settings were changed to sum gradients in bf16."""
+    strategy = ZeRO1(precision="bf16-mixed")
+    model, optimizer = built(strategy)
+    model.communication_data_type = torch.bfloat16
+    steps(strategy, model, optimizer)
+
+
 # What is planted, and words of the message that name it.
 FAULTS: dict[Callable[[], None], tuple[str, ...]] = {
     stale_buffer: ("buffer of model.rotary_emb.inv_freq", "stale"),
@@ -326,7 +334,8 @@ FAULTS: dict[Callable[[], None], tuple[str, ...]] = {
     tokens_counted_twice: ("each counted once",),
     tp_masks_differ: ("different random states",),
     scheduler_on_one_rank: ("learning rates", "on every rank"),
-    reduced_in_bf16: ("fully_shard reduces in bfloat16",),
+    engine_reduces_in_bf16: ("here ranks reduce in bfloat16",),
+    reduced_in_bf16: ("here ranks reduce in bfloat16",),
 }
 
 
