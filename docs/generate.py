@@ -118,6 +118,63 @@ def fsdp1() -> str:
     return _table(("flag", "why it is dropped"), [(f"`{k}`", v) for k, v in DROPPED.items()])
 
 
+def _results(start: str) -> tuple[str, str]:
+    """Return the newest result of a benchmark: its path in the repository, and its text."""
+    path = max((ROOT / "benchmarks" / "results").glob(f"{start}_*.md"))
+    return path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+
+
+def _row(text: str, first: str) -> list[str]:
+    """Return the cells of the row of a table that begins with a word."""
+    return next(
+        [cell.strip() for cell in line.strip("|\n ").split("|")]
+        for line in text.splitlines()
+        if line.startswith(f"| {first} |")
+    )
+
+
+def step(name: str) -> str:
+    """Return what a step costs beside the same one by hand."""
+    path, text = _results("qwen3-4m")
+    _, _, _, _, median, interval, *_ = _row(text, name)
+    return (
+        f"A step costs {float(median):.3f} times the same step written by hand (95 % interval "
+        f"{interval}): CPU ranks, a model of\n4 million parameters (`{path}`).\n"
+    )
+
+
+def accuracy() -> str:
+    """Return how far the planner is from what others measured."""
+    path, text = _results("planner-points")
+    found = json.loads(re.search(r"^\{.*median_error_pct.*\}$", text, re.MULTILINE)[0])
+    peaks, speeds = _row(text, "peaks"), _row(text, "speeds")
+    peak, speed = found["median_error_pct"], found["throughput_median_error_pct"]
+    return (
+        f"Against what others measured: half of {peaks[1]} peaks are within {peak:.1f} %, "
+        f"half of {speeds[1]} speeds within {speed:.1f} %,\n"
+        f"and {found['within_20_pct_tier_a']:.0f} % of the peaks of tier A within 20 %. Held out, "
+        f"with the numbers that are fitted taken from other sources:\n"
+        f"{peaks[2]} and {speeds[2]} (`{path}`).\n"
+    )
+
+
+def conversions() -> str:
+    """Return how long conversions take beside their peers."""
+    path, text = _results("llama-1290mb-checkpoint")
+    names = {
+        "zero-3 to safetensors": "ZeRO-3 to safetensors",
+        "zero_to_fp32": "the same by DeepSpeed's `zero_to_fp32`",
+        "dcp to safetensors": "DCP to safetensors",
+        "dcp_to_torch_save": "the same to one file by torch's `dcp_to_torch_save`",
+        "cp weights": "`cp` of the weights",
+        "zero-3 with optimizer to universal": "ZeRO-3 with its optimizer to universal",
+        "ds_to_universal": "the same by DeepSpeed's `ds_to_universal`",
+    }
+    rows = [(told, *(_row(text, name)[at] for at in (2, 4))) for name, told in names.items()]
+    table = _table(("1.29 GB of fp32 weights", "median, s", "peak, MB"), rows)
+    return f"{table}\nMedians of 5, 2 cores, warm cache (`{path}`).\n"
+
+
 def _strategy(recipe: Recipe) -> str:
     return f"`{distft.strategy(recipe.name, **recipe.fields)!r}`"
 
@@ -288,10 +345,13 @@ def _legend(seen: Mapping[str, str]) -> list[str]:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "accelerate": accelerate,
+    "accuracy": accuracy,
     "choices": choices,
+    "conversions": conversions,
     "costs": costs,
     **{f"costs-{name}": lambda name=name: costs((name,)) for name in _STRATEGIES},
     "deepspeed": deepspeed,
+    **{f"step-{name}": lambda name=name: step(name) for name in _STRATEGIES},
     "fsdp1": fsdp1,
     "fsdp1-strategies": fsdp1_strategies,
     "imports": imports,
