@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from distft.formulas.peak import Run
 from distft.formulas.reports import BACKWARD, FORWARD
 from distft.formulas.shape import Shape
+from distft.formulas.working import logit_bytes
+
+if TYPE_CHECKING:
+    from distft.formulas.peak import Run
 
 _Line = tuple[str, str, tuple[str, ...], float, bool]
 # Until the first block's backward pass has begun; no gradients are there yet.
@@ -49,9 +53,7 @@ class Readers:
         return cls(inner=2 if shape.gated else 1)
 
 
-def eager_lines(
-    run: Run, autocast: bool, unit_bytes: float, readers: Readers | None = None
-) -> Iterator[_Line]:
+def eager_lines(run: Run, unit_bytes: float, readers: Readers) -> Iterator[_Line]:
     """Yield what a micro-step keeps on one rank: name, kind, phases, bytes, on host.
 
     A norm keeps its input in fp32, the normalized values and its output; attention its rotated
@@ -64,15 +66,13 @@ def eager_lines(
 
     Args:
         run: The run.
-        autocast: Whether weights and hidden states are fp32 and each linear layer casts its input.
         unit_bytes: Bytes of gradients that lie whole when the backward pass of one block ends;
             where they are more than what the block keeps, they count in its place.
-        readers: What keeps its input; default all, as where everything is trained.
+        readers: What keeps its input.
 
     Collective: none.
     """
-    shape, tokens = run.shape, run.tokens
-    readers = readers or Readers.of_all(shape)
+    shape, tokens, autocast = run.shape, run.tokens, run.autocasts
     tp = run.layout.tp
     whole, split = layer_bytes(run, autocast, readers)
     experts = _adapted_expert_bytes(run, autocast, readers)
@@ -102,13 +102,24 @@ def eager_lines(
         name = "gradients of one block, over its activations"
         yield name, "buffer", BACKWARD[1:2], more, False
     if shape.vocab:
-        numel = tokens * shape.vocab
-        copies = run.element + 4 + (4 if run.element == 2 or run.rows > 1 else 0)
-        yield "softmax and two gradients of it", "logits", BACKWARD[:1], 12 * numel, False
-        yield "logits and loss", "logits", ("loss",), copies * numel, False
-        # Ranks of a tp group each have some columns: what is gathered lies there twice more.
-        made = run.element * (1 if tp == 1 else 3) * numel
-        yield "logits", "logits", FORWARD[2:], made, False
+        yield from _logit_lines(run)
+
+
+def _logit_lines(run: Run) -> Iterator[_Line]:
+    """Yield what the loss makes: of all logits, or of one chunk of eight of them."""
+    numel: float = run.tokens * run.shape.vocab
+    if run.loss not in ("eager", "chunked"):
+        size = logit_bytes(run.tokens, run.shape.vocab, run.loss, element=run.element)
+        yield "logits and loss", "logits", ("loss", BACKWARD[0]), size, False
+        return
+    if run.loss == "chunked":
+        numel /= 8
+    copies = run.element + 4 + (4 if run.element == 2 or run.rows > 1 else 0)
+    yield "softmax and two gradients of it", "logits", BACKWARD[:1], 12 * numel, False
+    yield "logits and loss", "logits", ("loss",), copies * numel, False
+    # Ranks of a tp group each have some columns: what is gathered lies there twice more.
+    made = run.element * (1 if run.layout.tp == 1 else 3) * numel
+    yield "logits", "logits", FORWARD[2:], made, False
 
 
 def layer_bytes(run: Run, autocast: bool, readers: Readers) -> tuple[float, float]:

@@ -122,6 +122,7 @@ def sharded_memory(
     reshard_after_forward: bool = True,
     defer_reduce: bool = False,
     offload: str | None = None,
+    accumulates: bool = False,
 ) -> MemoryReport:
     """Memory of `fully_shard`: every tensor is cut along its first dimension over `dp_shard`.
 
@@ -129,6 +130,7 @@ def sharded_memory(
     the one fetched ahead in the forward pass; in the backward pass also a whole gradient and the
     input of its reduce-scatter. `defer_reduce` keeps whole gradients until the last micro-step.
     Offload of "params" has shards, gradients and moments on the host, and updates them there.
+    A step of several micro-steps (`accumulates`) holds the gradients of those before all the time.
 
     Source: Zhao et al. 2023 (FSDP), section 3; torch 2.13 `_fully_shard`.
 
@@ -139,8 +141,11 @@ def sharded_memory(
     """
     tensors = [tensor for unit in units for tensor in unit.tensors]
     gathered = [unit.tensors for unit in units]
-    buffers = buffer_lines(gathered, precision, reshard_after_forward, defer_reduce, dp_shard)
-    report = _report(tensors, dp_shard, dp_replicate, precision, optimizer, 3, buffers)
+    buffers = buffer_lines(
+        gathered, precision, reshard_after_forward, defer_reduce, dp_shard, accumulates
+    )
+    phases = gradient_phases(accumulates and not defer_reduce)
+    report = _report(tensors, dp_shard, dp_replicate, precision, optimizer, 3, buffers, phases)
     if offload is None:
         return report
     choice("offload", offload, ("params",))
@@ -152,12 +157,21 @@ def sharded_memory(
     return replace(report, lines=tuple(lines))
 
 
+def gradient_phases(accumulates: bool) -> tuple[str, ...]:
+    """Return when sharded gradients are held, with those of earlier micro-steps or without.
+
+    Collective: none.
+    """
+    return ("forward", "loss", "backward", "step") if accumulates else (BACKWARD[2], "step")
+
+
 def buffer_lines(
     units: Sequence[Sequence[Parameter]],
     precision: str,
     reshard_after_forward: bool,
     defer_reduce: bool,
     shards: int,
+    accumulates: bool = False,
 ) -> list[Buffer]:
     """Return what gathering holds beside the shards of `shards` ranks: name, phases and bytes.
 
@@ -183,7 +197,9 @@ def buffer_lines(
     block = max((padded(unit, "gathered") for unit in blocks), default=0)
     whole = padded(root, "gathered")
     trained = [tensor for tensor in root if tensor.trainable]
-    head = max((size([tensor], "gathered") for tensor in trained), default=0)
+    # Of deferred gradients the root's are some.
+    own = [] if defer_reduce and accumulates else trained
+    head = max((size([tensor], "gathered") for tensor in own), default=0)
     last = padded(trained, "reduced")
     start, middle, end = BACKWARD
     begin, inside, _ = FORWARD
@@ -192,7 +208,7 @@ def buffer_lines(
         # In one piece, until it was copied out into tensors.
         ("root as it arrives", (begin,), whole if shards > 1 else 0),
         ("whole gradient of the head", (middle,), head),
-        ("whole gradients of the root", (end,), size(trained, "gathered")),
+        ("whole gradients of the root", (end,), size(own, "gathered")),
         # Its shards, which the gradients have too, are not there yet.
         ("input of the root's reduce-scatter, less its shard", (end,), last - last // shards),
     ]
@@ -205,7 +221,12 @@ def buffer_lines(
         buffers.append(("gathered blocks", (*FORWARD[1:], "loss", start, middle), kept))
     if defer_reduce:
         deferred = sum(size([t], "reduced") for unit in units for t in unit if t.trainable)
-        buffers.append(("whole gradients until the last micro-step", ("backward",), deferred))
+        phases = ("forward", "loss", "backward") if accumulates else ("backward",)
+        buffers.append(("whole gradients until the last micro-step", phases, deferred))
+    elif accumulates:
+        # Nobody waits for it before the next backward pass.
+        before = ("forward", "loss", start, middle)
+        buffers.append(("input of the root's reduce-scatter before", before, last))
     return buffers
 
 
@@ -411,7 +432,7 @@ def _report(
     optimizer: str,
     stage: int,
     buffers: Iterable[tuple[str, tuple[str, ...], int]],
-    gradient_phases: tuple[str, ...] = (BACKWARD[2], "step"),
+    gradient_held: tuple[str, ...] = gradient_phases(False),
 ) -> MemoryReport:
     """Return the report of groups of ranks, each of which holds one whole copy."""
     moments = MOMENTS[choice("optimizer", optimizer, MOMENTS)]
@@ -439,7 +460,7 @@ def _report(
     temporary = held(lambda sizes: sizes.weight)
     lines = [
         MemoryLine("parameters", "parameters", ALWAYS, weights),
-        MemoryLine("gradients", "gradients", gradient_phases, gradients),
+        MemoryLine("gradients", "gradients", gradient_held, gradients),
         MemoryLine("optimizer moments", "optimizer", ALWAYS, both),
         MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * ranks),
         MemoryLine("optimizer's temporary (foreach)", "buffer", ("step",), temporary),

@@ -11,9 +11,10 @@ from distft.formulas.native import (
     STEP_BYTES,
     buffer_lines,
     bytes_of_tensor,
+    gradient_phases,
     shard_numels,
 )
-from distft.formulas.reports import ALWAYS, BACKWARD, MemoryLine, MemoryReport
+from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
 from distft.formulas.split_rules import Named, Part, Rules, is_spread, part_of, split_dim, style_of
 
 Size = Callable[[Part], int]
@@ -27,6 +28,7 @@ def parallel_memory(
     optimizer: str = "adamw",
     reshard_after_forward: bool = True,
     defer_reduce: bool = False,
+    accumulates: bool = False,
 ) -> MemoryReport:
     """Memory of each rank of `dp_replicate x dp_shard x tp`, experts over `efsdp x ep`.
 
@@ -44,6 +46,7 @@ def parallel_memory(
         optimizer: Name of the optimizer.
         reshard_after_forward: Whether blocks are freed after the forward pass.
         defer_reduce: Whether whole gradients are kept until the last micro-step.
+        accumulates: Whether a step has several micro-steps.
 
     Raises:
         ValueError: A size is below 1, or experts or packed halves do not divide.
@@ -88,7 +91,13 @@ def parallel_memory(
     every = shards * tp * replicas
     lines = [
         line("parameters", "parameters", ALWAYS, size_of("weight"), True),
-        line("gradients", "gradients", (BACKWARD[2], "step"), size_of("gradient"), False),
+        line(
+            "gradients",
+            "gradients",
+            gradient_phases(accumulates and not defer_reduce),
+            size_of("gradient"),
+            False,
+        ),
         line("optimizer moments", "optimizer", ALWAYS, size_of("moment", moments), False),
         MemoryLine("optimizer step counts", "optimizer", ALWAYS, (steps,) * every),
         _temporary(tensors, spread, rules, (dense, experts), (shards, efsdp), replicas, precision),
@@ -98,7 +107,7 @@ def parallel_memory(
         lines += [
             MemoryLine(name, "buffer", phases, (size,) * every)
             for name, phases, size in buffer_lines(
-                units, precision, reshard_after_forward, defer_reduce, shards
+                units, precision, reshard_after_forward, defer_reduce, shards, accumulates
             )
         ]
     return MemoryReport(

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from distft.formulas._numbers import choice, whole
+from distft.formulas.eager import Readers, eager_lines
 from distft.formulas.reports import (
     ALWAYS,
+    BACKWARD,
+    FORWARD,
     FRAGMENTATION,
     FRAGMENTATION_OF_ADAPTERS,
     STATES,
@@ -139,6 +142,10 @@ class Run:
         root_split: Whether the embedding and the head are units of their own.
         splits_rows: Whether ranks of `tp` share the rows of norms and of the loss too (sequence
             parallelism); else each holds all of them.
+        readers: Which layers keep what they read, for what `distft.formulas.eager` counts of
+            transformers' own modules, moment by moment; None for what others' code keeps, in
+            copies and by phase.
+        autocasts: Whether weights and hidden states are fp32 and each linear layer casts its input.
     """
 
     shape: Shape
@@ -162,6 +169,8 @@ class Run:
     loads_whole: bool = False
     root_split: bool = False
     splits_rows: bool = True
+    readers: Readers | None = None
+    autocasts: bool = False
 
     def __post_init__(self) -> None:
         whole("rows", self.rows, 1)
@@ -195,7 +204,7 @@ def _stage(run: Run, is_first: bool, is_last: bool) -> MemoryReport:
         for name, kind, phases, size, on_host in (
             *_states(run, is_first, is_last),
             *_buffers(run, is_first, is_last),
-            *working_lines(run, is_first, is_last),
+            *working_lines(run, is_first, is_last, _whole_gradients(run)),
         )
         if size >= 1
     ]
@@ -276,7 +285,7 @@ def _states(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
         yield "gradient of one tensor", "gradients", phases, held.gradient * largest, False
     else:
         phases = ("forward", "loss", "backward", "step") if run.accumulates else ()
-        phases = phases or ("backward", "step")
+        phases = phases or _first_gradients(run)
         # DeepSpeed's stage 1 too has its partition of gradients, beside whole ones in backward.
         stage = 1 if layout.engine == "deepspeed" else 2
         yield "gradients", "gradients", phases, held.gradient * of_stage[stage], host
@@ -289,22 +298,48 @@ def _states(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
         yield "optimizer's temporary", "buffer", ("step",), temporary, bool(run.offload)
 
 
+def _first_gradients(run: Run) -> tuple[str, ...]:
+    """Return when gradients are held of which there are none before the backward pass."""
+    if run.readers is None or run.layout.engine != "native":
+        return ("backward", "step")
+    # DDP's buckets are there from the first step on.
+    return ALWAYS if run.layout.stage == 0 else (BACKWARD[2], "step")
+
+
+def _whole_gradients(run: Run) -> float:
+    """Return bytes of a block's gradient, whole, and of the one before it on its way."""
+    layout = run.layout
+    if run.adapters is not None or layout.stage < 3 or layout.shards == 1:
+        return 0.0
+    unit = _unit_params(run, Parts.of(run))
+    return unit * (run.held.reduced + (run.held.gathered if run.shape.layers > 2 else 0))
+
+
+def _unit_params(run: Run, parts: Parts) -> float:
+    """Return the parameters that one block gathers; experts that nobody shares are not gathered."""
+    experts = parts.experts if _expert_shards(run.layout) > 1 else 0.0
+    return (parts.dense + experts) / max(run.shape.layers / run.layout.pp, 1)
+
+
 def _largest_matrix(run: Run) -> float:
     shape = run.shape
     return shape.hidden * max(shape.width, shape.heads * shape.head_dim) / run.layout.tp
 
 
 def _buffers(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
-    shape, layout, held = run.shape, run.layout, run.held
+    layout, held = run.layout, run.held
     parts = Parts.of(run, is_first, is_last)
-    layers = max(shape.layers / layout.pp, 1)
     trains = run.adapters is None
     quantized = not trains and held.frozen < 2
     if quantized:
         matrix = _largest_matrix(run)
         when = ("forward", "backward")
         yield "dequantized matrix", "buffer", when, held.gathered * matrix, False
-    if layout.stage < 3 or layout.shards == 1:
+    # On one data rank of a tp group `fully_shard` still casts fp32 weights.
+    casts = run.readers is not None and layout.tp > 1 and held.gathered < held.weight
+    if layout.stage < 3 or (layout.shards == 1 and not casts):
+        if run.autocasts:
+            yield from _cast_weights(run, parts)
         if layout.engine == "deepspeed" and layout.shards > 1 and trains:
             bucket = 2 * min(BUCKET, parts.total) * held.gathered
             yield "reduce buckets", "buffer", ("backward",), bucket, False
@@ -312,8 +347,7 @@ def _buffers(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
             yield "gather bucket", "buffer", ("step",), bucket, False
         return
     per_weight = held.gathered if trains else min(held.gathered, held.frozen)
-    experts = parts.experts if _expert_shards(layout) > 1 else 0.0
-    unit = (parts.dense + experts) / layers * per_weight
+    unit = _unit_params(run, parts) * per_weight
     root = parts.root * held.gathered
     if layout.engine == "whole":
         whole_bytes = parts.total * held.gathered
@@ -334,6 +368,9 @@ def _buffers(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
         # Blocks that it has freed wait for record_stream (pytorch#117323).
         late = ("forward", "backward")
         yield "gathered blocks that are freed late", "buffer", late, 2 * unit, False
+    if run.readers is not None and layout.engine == "native":
+        yield from _counted_buffers(run, unit, root)
+        return
     # The root stays whole from its forward pass, the first, to its backward pass.
     yield "gathered root", "buffer", ("forward", "loss", "backward"), root, False
     yield "gathered blocks, one fetched ahead", "buffer", ("forward",), 2 * unit, False
@@ -342,11 +379,60 @@ def _buffers(run: Run, is_first: bool, is_last: bool) -> Iterator[_Line]:
     yield "gathered blocks, gradient, reduce-scatter input", "buffer", ("backward",), both, False
 
 
-def working_lines(run: Run, is_first: bool = True, is_last: bool = True) -> Iterator[_Line]:
+def _counted_buffers(run: Run, unit: float, root: float) -> Iterator[_Line]:
+    """Yield what `distft.formulas.native.buffer_lines` has, moment by moment, of even parts."""
+    start, middle, end = BACKWARD
+    begin, inside, _ = FORWARD
+    yield "gathered root", "buffer", ("forward", "loss", start, middle), root, False
+    if run.layout.shards > 1:
+        yield "root as it arrives", "buffer", (begin,), root, False
+    name = "gathered blocks: at work, fetched ahead"
+    yield name, "buffer", (begin, inside, middle), 2 * unit, False
+    if run.adapters is not None:
+        return
+    head = run.shape.vocab * run.shape.hidden / run.layout.tp * run.held.gathered
+    yield "whole gradient of the head", "buffer", (middle,), head, False
+    last = root / run.held.gathered * run.held.reduced
+    if run.accumulates:
+        held = ("forward", "loss", start, middle)
+        yield "input of the root's reduce-scatter before", "buffer", held, last, False
+    last *= 1 - 1 / run.layout.shards
+    yield "whole gradients of the root, and their way", "buffer", (end,), root + last, False
+
+
+def _cast_weights(run: Run, parts: Parts) -> Iterator[_Line]:
+    """Yield the weights that autocast has cast, as `distft.formulas.native` does."""
+    head = run.shape.vocab * run.shape.hidden / run.layout.tp
+    blocks = parts.dense + parts.experts
+    start, middle, _ = BACKWARD
+    name, size = "weights that autocast has cast", run.held.gathered
+    if run.checkpointing == "none":
+        held = ("forward", "loss", start, middle)
+        yield name, "buffer", held, size * (head + blocks), False
+        return
+    unit = blocks / max(run.shape.layers, 1)
+    remembered = blocks if run.adapters is None else unit
+    yield name, "buffer", ("forward",), size * (head + remembered), False
+    yield "cast weights of the head", "buffer", ("loss", start), size * head, False
+    yield "cast weights of one block", "buffer", (middle,), size * unit, False
+
+
+def working_lines(
+    run: Run, is_first: bool = True, is_last: bool = True, unit_bytes: float = 0
+) -> Iterator[_Line]:
     """Yield what a micro-step keeps on one rank: name, kind, phases, bytes, whether on the host.
+
+    Args:
+        run: The run.
+        is_first: Whether the rank has the first pipeline stage.
+        is_last: Whether it has the last.
+        unit_bytes: Bytes of gradients that lie whole when the backward pass of one block ends.
 
     Collective: none.
     """
+    if run.readers is not None and run.shape.layers:
+        yield from eager_lines(run, unit_bytes, run.readers)
+        return
     shape, layout = run.shape, run.layout
     copy = run.tokens * shape.hidden * run.element
     layers = shape.layers / layout.pp

@@ -187,6 +187,12 @@ class MemoryReport:
         return max(PHASES, key=self.phase_bytes)
 
     @property
+    def peak_moment(self) -> str:
+        """The moment of that phase, where it has several: "backward: blocks"."""
+        moments = _MOMENTS.get(self.peak_phase, (self.peak_phase,))
+        return max(moments, key=self.phase_bytes)
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of the allocator's segments on the heaviest rank: torch's "reserved".
 

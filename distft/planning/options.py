@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from distft.adapted import adapter_params
+from distft.adapted import adapter_params, readers_of
 from distft.formulas import MemoryReport
+from distft.formulas.eager import Readers
 from distft.formulas.peak import Run, predicted_memory
 from distft.formulas.shape import Shape
 from distft.formulas.speed import StepTime, hidden_micro_batch, step_time
@@ -52,14 +53,24 @@ class Setting:
     offload: str = ""
     memory_factor: float = 1.0
     time_factor: float = 1.0
-    # Counts of adapters, shared with all settings that are made of this one.
-    _counted: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
+    # Counts of adapters and what keeps its input, shared with settings that are made of this one.
+    _counted: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def capacity(self) -> int:
         """Bytes of one GPU."""
         assert self.cluster.gpu is not None
         return self.cluster.gpu.memory_bytes
+
+    @cached_property
+    def readers(self) -> Readers:
+        """Which layers of a block keep what they read."""
+        load = self.load
+        key = ("readers", load.tuning, load.lora_rank, load.lora_targets, load.expert_lora_rank)
+        if key not in self._counted:
+            self._counted[key] = readers_of(self.spec, load)
+        found: Readers = self._counted[key]
+        return found
 
     @cached_property
     def adapters(self) -> int | None:
@@ -70,7 +81,8 @@ class Setting:
         key = (load.lora_rank, load.lora_targets, load.expert_lora_rank)
         if key not in self._counted:
             self._counted[key] = adapter_params(self.spec, load)
-        return self._counted[key]
+        number: int = self._counted[key]
+        return number
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,8 @@ class Option:
             offload=setting.offload,
             element=4 if setting.precision == "fp32" else 2,
             splits_rows=False,
+            readers=None if setting.compile else setting.readers,
+            autocasts=self.candidate.name == "DDP" and setting.precision == "bf16-mixed",
         )
 
     @cached_property
@@ -223,7 +237,8 @@ class Option:
         """What limits it: memory and its largest line, launches, communication or compute."""
         if not self.fits:
             phase = self.memory.peak_phase
-            lines = [x for x in self.memory.lines if x.is_held(phase) and not x.on_host]
+            moment = self.memory.peak_moment
+            lines = [x for x in self.memory.lines if x.is_held(moment) and not x.on_host]
             largest = max(lines, key=lambda line: line.num_bytes)
             return f"memory: {largest.name} in {phase}"
         time = self.time

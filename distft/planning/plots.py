@@ -123,7 +123,7 @@ def _held(option: Option, kind: str) -> int:
     return sum(
         line.num_bytes
         for line in report.lines
-        if line.kind == kind and line.is_held(report.peak_phase) and not line.on_host
+        if line.kind == kind and line.is_held(report.peak_moment) and not line.on_host
     )
 
 

@@ -304,6 +304,7 @@ class Sharded(Strategy):
                 load.optimizer,
                 self.reshard_after_forward,
                 self.defer_reduce,
+                load.grad_accum > 1,
             )
         return sharded_memory(
             spec.units_in(self.precision),
@@ -314,6 +315,7 @@ class Sharded(Strategy):
             self.reshard_after_forward,
             self.defer_reduce,
             self.offload,
+            load.grad_accum > 1,
         )
 
     def _split_rules(self, spec: ModelSpec, mesh: Mesh) -> tuple[Rules, Rules]:

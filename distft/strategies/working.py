@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distft.adapted import readers_of, with_adapters
-from distft.formulas.eager import eager_lines
 from distft.formulas.packed import scale_bytes
 from distft.formulas.peak import Layout, Run, working_lines
 from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
@@ -53,11 +52,7 @@ def with_working_memory(
     weight = 4 if strategy.precision == "fp32" else 2
     if spec.shape is not None:
         run = run_of(strategy, spec, load, mesh)
-        if run.kept.kernels == "eager" and run.shape.layers:
-            gradient = _whole_gradient(strategy, with_adapters(spec, load), mesh)
-            kept = eager_lines(run, strategy.autocasts, gradient, readers_of(spec, load))
-        else:
-            kept = working_lines(run)
+        kept = working_lines(run, unit_bytes=_whole_gradient(strategy, spec, load, mesh))
         lines += [
             MemoryLine(name, kind, phases, (round(size),) * ranks)
             for name, kind, phases, size, _ in kept
@@ -68,12 +63,12 @@ def with_working_memory(
     return replace(report, lines=tuple(lines))
 
 
-def _whole_gradient(strategy: Strategy, spec: ModelSpec, mesh: Mesh) -> int:
+def _whole_gradient(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> int:
     """Return bytes of the largest block's gradient, whole, and of the one before it on its way.
 
     The last block to run backward fetches no other ahead, which leaves room.
     """
-    blocks = [unit for unit in spec.units if unit.name]
+    blocks = [unit for unit in with_adapters(spec, load).units if unit.name]
     if strategy.layout == "deepspeed" or mesh.dp_shard == 1 or not blocks:
         return 0
     size, reduced = {"fp32": (4, 4), "bf16-mixed": (2, 4), "bf16": (2, 2)}[strategy.precision]
@@ -109,6 +104,8 @@ def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> R
         adapters=None if adapters is None else 0,
         element=4 if strategy.precision == "fp32" else 2,
         splits_rows=False,
+        readers=None if strategy.compile else readers_of(spec, load),
+        autocasts=strategy.autocasts,
     )
 
 

@@ -65,6 +65,13 @@ def test_the_peak_of_a_step_is_within_5_percent_of_the_formulas(strategy, model,
     assert abs(found.peak_error) < 0.05, str(found)
 
 
+@pytest.mark.parametrize("strategy", [FSDP2(), FSDP2(precision="bf16", defer_reduce=True)], ids=str)
+def test_the_peak_of_several_micro_steps_is_within_5_percent_of_the_formulas(strategy):
+    load = Workload(seq_len=32, grad_accum=2)
+    found = distft.dry_run(strategy, tiny_config("L"), load, world_size=4)
+    assert abs(found.peak_error) < 0.05, str(found)
+
+
 LORA = Workload(seq_len=32, tuning="lora", lora_rank=2)
 PEAKS_OF_LORA = [
     (FSDP2(), LORA, 8),

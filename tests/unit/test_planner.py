@@ -133,6 +133,31 @@ def test_weights_of_products_of_axes_are_those_of_the_strategy_within_5_percent(
     assert option.memory.model_state_bytes == pytest.approx(exact, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("model", "load", "precision", "checkpointing"),
+    [
+        ("Llama-3.1-8B", Workload(), "bf16-mixed", False),
+        ("Llama-3.1-8B", Workload(grad_accum=4), "bf16-mixed", True),
+        ("Qwen3-30B-A3B", Workload(tuning="lora"), "bf16", False),
+    ],
+    ids=str,
+)
+def test_peaks_of_a_plan_are_those_of_the_strategies_within_2_percent(
+    model, load, precision, checkpointing
+):
+    found = plan(model, load, precision=precision, activation_checkpointing=checkpointing)
+    native = [each for each in found.options if not each.label.startswith("ZeRO")]
+    assert len(native) > 6
+    for option in native:
+        policies = {"precision": precision, "activation_checkpointing": checkpointing}
+        exact = option.candidate.strategy(**policies).memory(found.setting.spec, load, world_size=8)
+        if option.memory.peak_phase == "step":
+            # The update's temporary is that of the largest layout only.
+            assert option.peak_bytes >= 0.99 * exact.peak_bytes, option.label
+            continue
+        assert option.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.02), option.label
+
+
 def test_every_candidate_is_a_strategy_whose_mesh_has_all_ranks():
     shape = ModelSpec.from_config("Qwen3-30B-A3B").shape
     assert shape is not None
