@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from distft.strategies.base import Strategy as Strategy
     from distft.strategies.by_name import strategy as strategy
     from distft.strategies.ddp import DDP as DDP
+    from distft.strategies.fsdp import FSDP2 as FSDP2
+    from distft.strategies.fsdp import HSDP as HSDP
     from distft.strategies.parallel import EP as EP
     from distft.strategies.parallel import TP as TP
     from distft.strategies.parallel import NDParallel as NDParallel
     from distft.strategies.resharding import reshard as reshard
-    from distft.strategies.sharded import FSDP2 as FSDP2
-    from distft.strategies.sharded import HSDP as HSDP
     from distft.strategies.zero import ZeRO1 as ZeRO1
     from distft.strategies.zero import ZeRO2 as ZeRO2
-    from distft.strategies.zero import ZeRO3 as ZeRO3
+    from distft.strategies.zero3 import ZeRO3 as ZeRO3
     from distft.topology.cluster import Cluster as Cluster
     from distft.trainer import Trainer as Trainer
     from distft.training.evaluation import EvalResult as EvalResult
@@ -70,8 +70,8 @@ _HOMES = {
     "EP": "distft.strategies.parallel",
     "EvalResult": "distft.training.evaluation",
     "ExpertLoad": "distft.training.experts",
-    "FSDP2": "distft.strategies.sharded",
-    "HSDP": "distft.strategies.sharded",
+    "FSDP2": "distft.strategies.fsdp",
+    "HSDP": "distft.strategies.fsdp",
     "HangWatch": "distft.diagnose.hangs",
     "Inspection": "distft.checkpoint.inspection",
     "ModelSpec": "distft.spec",
@@ -87,7 +87,7 @@ _HOMES = {
     "Workload": "distft.spec",
     "ZeRO1": "distft.strategies.zero",
     "ZeRO2": "distft.strategies.zero",
-    "ZeRO3": "distft.strategies.zero",
+    "ZeRO3": "distft.strategies.zero3",
     "adopt": "distft.checkpoint.adopt",
     "consolidate": "distft.checkpoint.consolidation",
     "convert": "distft.checkpoint.conversion",

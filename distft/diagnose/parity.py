@@ -28,9 +28,10 @@ from distft.diagnose.shrink import Shrink
 from distft.spec import Workload, config_values
 from distft.strategies.base import Strategy
 from distft.strategies.ddp import DDP
+from distft.strategies.fsdp import FSDP2, HSDP
 from distft.strategies.parallel import EP, TP, NDParallel
-from distft.strategies.sharded import FSDP2, HSDP
-from distft.strategies.zero import ZeRO1, ZeRO2, ZeRO3
+from distft.strategies.zero import ZeRO1, ZeRO2
+from distft.strategies.zero3 import ZeRO3
 from distft.testing.pool import RanksFailed, WorkerPool
 
 if TYPE_CHECKING:

@@ -1,55 +1,26 @@
-"""`Strategy`: what every way to spread a model over ranks promises."""
+"""`Strategy`: what every way to spread a model over ranks promises.
+
+Its parts: value.py has the fields, applying.py spreads a model, saving.py writes and reads
+checkpoints, costing.py states memory and traffic, and here it trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from distft.adapted import with_adapters
-from distft.formulas.architectures import expert_numbers
-from distft.kept import kept_names, mark_kept
-from distft.mesh import Mesh
-from distft.process_group import (
-    base_seed,
-    group_rank,
-    group_size,
-    rendezvous,
-    seed_everything,
-    together,
-)
-from distft.quantized import pack
-from distft.strategies.blocks import check_compiler, compile_blocks
-from distft.strategies.guards import (
-    check_applied,
-    check_loaded,
-    check_offload,
-    check_same_model,
-    check_shapes,
-    check_undistributed,
-    enable_checkpointing,
-    mark_applied,
-)
-from distft.strategies.hooks import StrategyHooks
-from distft.strategies.links import on_links
-from distft.strategies.out_of_memory import explained, remember_optimizer
-from distft.strategies.precision import cast_parameters, compute_kept_in_fp32
-from distft.strategies.working import with_scales, with_working_memory
-from distft.training.clip import bounds_of, check_max_norm, clip, keep_bounds, take_bounds
+from distft.strategies.applying import Applying
+from distft.strategies.guards import check_applied
+from distft.strategies.out_of_memory import explained
+from distft.strategies.saving import Saving
+from distft.training.clip import bounds_of, check_max_norm, clip
 from distft.training.data import Batches, Collate
 from distft.training.evaluation import EvalResult, run_evaluation
-from distft.training.experts import ExpertLoad, count_tokens_of_experts, read_expert_load
+from distft.training.experts import ExpertLoad, read_expert_load
 from distft.training.generation import run_generation
 from distft.training.loss import Batch, count_next_tokens
-from distft.training.optimizers import (
-    OptimizerFactory,
-    ParamGroup,
-    check_factory,
-    follow_parameters,
-    name_groups,
-)
 from distft.training.shares import note_share
 from distft.training.step import (
     CountFunction,
@@ -59,24 +30,15 @@ from distft.training.step import (
     run_step,
 )
 from distft.training.sums import check_loss_is_a_sum
-from distft.training.wrappers import unwrap
 from distft.whereabouts import at
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from distft.checkpoint.load import LoadedState
-    from distft.checkpoint.pending import PendingSave
-    from distft.formulas import MemoryReport, TrafficReport
-    from distft.spec import ModelSpec, Workload
-    from distft.topology import Cluster
-
-PRECISIONS = ("fp32", "bf16-mixed", "bf16")
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Strategy(StrategyHooks):
+class Strategy(Applying, Saving):
     """How a model is spread over ranks: a value of axis sizes and policies.
 
     State lives in what `apply` returns, never in the strategy, so one value serves many models,
@@ -94,174 +56,6 @@ class Strategy(StrategyHooks):
         compile: ``"block"`` runs torch.compile on each transformer block, which fuses its small
             operations and costs the time to compile in the first steps; ``generate`` runs without.
     """
-
-    precision: str = "fp32"
-    activation_checkpointing: bool = False
-    offload: str | None = None
-    compile: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields, so that a wrong one is found where it is written."""
-        if self.precision not in PRECISIONS:
-            raise ValueError(
-                f"{type(self).__name__}(precision={self.precision!r}) is none of the "
-                f"{len(PRECISIONS)} precisions {', '.join(PRECISIONS)}. "
-                "Use bf16-mixed in place of fp16."
-            )
-        check_offload(self)
-        if self.compile not in (None, "block"):
-            raise ValueError(
-                f"{type(self).__name__}(compile={self.compile!r}): this version supports only "
-                "None and 'block'. Leave it out."
-            )
-        self._check_fields()
-
-    def __repr__(self) -> str:
-        """Show the constructor call, without the fields that are at their defaults."""
-        shown = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    # ---- the mesh ---------------------------------------------------------------------------
-
-    def mesh(self, world_size: int | None = None) -> Mesh:
-        """Return the axis sizes on ``world_size`` ranks; default those of the process group.
-
-        Raises:
-            ValueError: The degrees do not fit the number of ranks.
-            RuntimeError: There is no process group and no ``world_size``.
-
-        Collective: none.
-        """
-        num_ranks = group_size(f"{self!r}.mesh()") if world_size is None else world_size
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ValueError(
-                f"{self!r}.mesh(world_size={num_ranks!r}) needs an integer of at least 1 rank."
-            )
-        return self._mesh(num_ranks)
-
-    @property
-    def dp_size(self) -> int:
-        """Number of ranks that read different rows."""
-        return self.mesh().dp_size
-
-    @property
-    def dp_rank(self) -> int:
-        """Which slice of the data this rank reads, from 0 to ``dp_size - 1``."""
-        return self.mesh().dp_rank(group_rank())
-
-    # ---- training ---------------------------------------------------------------------------
-
-    def apply(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerFactory,
-        param_groups: Iterable[ParamGroup] | None = None,
-        peft_config: Any = None,
-    ) -> tuple[nn.Module, Optimizer]:
-        """Spread a model over the ranks, then build its optimizer: what you call, and what steps.
-
-        Rank 0's values are used everywhere. Afterwards every rank draws random numbers from
-        ``seed + dp_rank``.
-
-        Args:
-            model: A model that no other tool has distributed, its weights on the host or device; or
-                one that `distft.load_model` made for an equal strategy.
-            optimizer: How to build the optimizer, such as ``partial(AdamW, lr=1e-4)``. It is
-                called after sharding; one built before would train tensors that are gone.
-            param_groups: Groups as torch takes them, over the model's parameters or their names.
-                A group with ``max_grad_norm`` is clipped to that norm of its own gradient.
-            peft_config: A ``peft.LoraConfig``: adapters are attached, then the model is sharded,
-                then the optimizer is built. Only adapters and ``modules_to_save`` train. A PEFT
-                model is taken as it is, and its adapters are split with its layers.
-
-        Raises:
-            ValueError: The model is distributed already or on the meta device, ranks do not
-                fit, the optimizer or the groups are unusable, or ranks hold different models.
-            RuntimeError: There is no process group, or a package is missing.
-            OutOfMemory: Memory ran out; so in every call here that holds tensors. It says what
-                was predicted, what is held, and the smallest change that is predicted to fit.
-
-        Collective: every rank.
-        """
-        mesh = self.mesh()
-        self._check_installed()
-        with explained(self, "apply", model):
-            wrapped, built = self._spread(model, optimizer, param_groups, peft_config, mesh)
-        seed_everything(base_seed() + self.dp_rank)
-        return wrapped, built
-
-    def _spread(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerFactory,
-        param_groups: Iterable[ParamGroup] | None,
-        peft_config: Any,
-        mesh: Mesh,
-    ) -> tuple[nn.Module, Optimizer]:
-        loaded = check_loaded(self, model, peft_config)
-        if not loaded:
-            check_undistributed(model)
-        check_factory(optimizer)
-        if self.compile is not None:
-            check_compiler()
-        check_same_model(model)
-        self._check_quantized(model, peft_config)
-        if mesh.dp_shard > 1:
-            check_shapes(self, model)
-        self._check_model(model)
-        kept = sorted(kept_names(model)) if self.compile and self.precision != "fp32" else []
-        if kept:
-            raise ValueError(
-                f"{self!r}: {len(kept)} parameters stay fp32, such as {kept[0]}, and a compiled "
-                "block has 1 dtype. Leave compile out, or hand all weights over in one dtype."
-            )
-        return self._spread_checked(
-            model, optimizer, param_groups, peft_config, mesh, loaded, check_same_model
-        )
-
-    def _spread_checked(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerFactory,
-        param_groups: Iterable[ParamGroup] | None,
-        peft_config: Any,
-        mesh: Mesh,
-        loaded: bool = False,
-        check_adapted: Callable[[nn.Module], None] = lambda _: None,
-    ) -> tuple[nn.Module, Optimizer]:
-        """Do what `apply` does after its checks, in the one right order; a dry run has no ranks."""
-        # Master weights are fp32 unless all of training is bf16; buffers keep their dtypes.
-        dtype = "bfloat16" if self.precision == "bf16" else "float32"
-        if not loaded:
-            mark_kept(model)
-            cast_parameters(model, dtype)
-            before = dict(model.named_parameters())
-            self._split_modules(model, mesh)
-            param_groups = follow_parameters(param_groups, before, model)
-        if peft_config is not None:
-            model = self._attach_adapters(model, peft_config)
-            check_adapted(model)
-            cast_parameters(model, dtype)
-        pack(model)
-        groups, bounds = take_bounds(name_groups(model, param_groups))
-        if self.activation_checkpointing:
-            enable_checkpointing(model)
-        if self.precision != "fp32":
-            compute_kept_in_fp32(model)
-        if self.compile is not None:
-            compile_blocks(model)
-        wrapped, built = self._apply(model, optimizer, groups, mesh)
-        mark_applied(self, wrapped, built)
-        remember_optimizer(wrapped, built)
-        keep_bounds(wrapped, bounds)
-        num_experts, _ = expert_numbers(getattr(unwrap(wrapped), "config", None))
-        if num_experts:
-            count_tokens_of_experts(wrapped, num_experts)
-        return wrapped, built
 
     def batches(
         self,
@@ -550,249 +344,3 @@ class Strategy(StrategyHooks):
         Collective: every rank.
         """
         return self._gather_gradients(model)
-
-    # ---- checkpoints ------------------------------------------------------------------------
-
-    @overload
-    def save(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        step: int,
-        scheduler: Any = None,
-        processing_class: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
-        keep: int | None = None,
-        async_save: Literal[False] = False,
-    ) -> Path: ...
-
-    @overload
-    def save(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        step: int,
-        scheduler: Any = None,
-        processing_class: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
-        keep: int | None = None,
-        async_save: Literal[True],
-    ) -> PendingSave: ...
-
-    def save(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        step: int,
-        scheduler: Any = None,
-        processing_class: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
-        keep: int | None = None,
-        async_save: bool = False,
-    ) -> Path | PendingSave:
-        """Save everything a run needs to go on, and return the folder.
-
-        The state is written to a temporary folder beside ``path``, checked, and renamed, so that
-        ``path`` is either a whole checkpoint or not there.
-
-        With ``async_save`` the call returns when the state is copied to memory of the host, as many
-        bytes as this rank writes, which later saves use again; a thread writes the copy while
-        training goes on. Its `PendingSave.result` waits for the checkpoint. The next save or load,
-        and the end of the process, wait too; an error comes out there, on every rank.
-
-        Args:
-            path: The new folder.
-            model: What `apply` returned.
-            optimizer: What `apply` returned.
-            step: Number of optimizer steps made.
-            scheduler: A learning-rate scheduler, or anything with ``state_dict``.
-            processing_class: A tokenizer or processor to save beside the weights.
-            data: What `batches` returned, or anything with ``state_dict``.
-            extra: Plain JSON values of your own.
-            keep: Number of complete checkpoints of this run to keep in the folder above ``path``,
-                this one among them; once it is there, those with the fewest steps go. A run is the
-                same after a `load`; what others wrote there, or was copied or renamed, stays.
-                None keeps all.
-            async_save: Whether to write beside training.
-
-        Raises:
-            ValueError: ``path`` holds a complete checkpoint or other files; ``extra`` is no JSON.
-            RuntimeError: Not every rank called, the file system is not shared, or writing failed.
-
-        Collective: every rank.
-        """
-        from distft.checkpoint.save import save_checkpoint
-
-        check_applied(self, "save", model, optimizer)
-        with explained(self, "save", model, detail=f"step {step}"):
-            return save_checkpoint(
-                self,
-                path,
-                model,
-                optimizer,
-                step=step,
-                scheduler=scheduler,
-                processing_class=processing_class,
-                data=data,
-                extra=extra,
-                keep=keep,
-                async_save=async_save,
-            )
-
-    def load(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        scheduler: Any = None,
-        data: Any = None,
-    ) -> LoadedState:
-        """Load a checkpoint into a model and an optimizer that `apply` returned.
-
-        Make the scheduler before the load: its state is set here too.
-
-        Raises:
-            ValueError: ``path`` is no checkpoint or half one, or of another model or strategy.
-            RuntimeError: Not every rank called.
-
-        Collective: every rank.
-        """
-        from distft.checkpoint.load import load_checkpoint
-
-        check_applied(self, "load", model, optimizer)
-        with explained(self, "load", model):
-            return load_checkpoint(self, path, model, optimizer, scheduler=scheduler, data=data)
-
-    def consolidate(self, path: str | Path, out: str | Path, **options: Any) -> Path:
-        """Turn a checkpoint into one that ``from_pretrained`` reads; see `distft.consolidate`.
-
-        Rank 0 works and the others wait.
-
-        Raises:
-            ValueError: As `distft.consolidate`.
-            RuntimeError: Not every rank called.
-
-        Collective: every rank.
-        """
-        from distft.checkpoint.consolidation import consolidate
-        from distft.checkpoint.pending import finish_last
-
-        rendezvous("Strategy.consolidate")
-        finish_last()
-        with together():
-            if group_rank() == 0:
-                consolidate(path, out, **options)
-        return Path(out)
-
-    def reshard(
-        self, path: str | Path, out: str | Path, world_size: int | None = None, **options: Any
-    ) -> Path:
-        """Turn a checkpoint of any layout into one of this strategy's; see `distft.reshard`.
-
-        Rank 0 works and the others wait.
-
-        Args:
-            path: A checkpoint, or a run's root.
-            out: New folder.
-            world_size: Number of ranks that will go on; default those of this group.
-            options: As `distft.reshard`.
-
-        Raises:
-            ValueError: As `distft.reshard`.
-            RuntimeError: Not every rank called.
-
-        Collective: every rank.
-        """
-        from distft.checkpoint.pending import finish_last
-        from distft.checkpoint.resharding import Source, reshard_checkpoint
-
-        rendezvous("Strategy.reshard")
-        finish_last()
-        num_ranks = self.mesh(world_size).num_ranks
-        with together():
-            if group_rank() == 0:
-                reshard_checkpoint(Source.read(path), out, self, num_ranks, **options)
-        return Path(out)
-
-    @contextmanager
-    def _explained(self, call: str, model: nn.Module | None = None) -> Iterator[None]:
-        with explained(self, call, model):
-            yield
-
-    # ---- costs ------------------------------------------------------------------------------
-
-    def _check_costs(self, spec: ModelSpec, mesh: Mesh) -> None:
-        """Raise for what `apply` refuses, which has no costs."""
-        quantized = sum(tensor.scales is not None for tensor in spec.tensors)
-        if quantized and mesh.tp * mesh.ep > 1:
-            raise ValueError(
-                f"{self!r} splits layers over tp={mesh.tp} and ep={mesh.ep}, and {quantized} "
-                "tensors are packed in 4 bits, which it does not train. Use FSDP2, HSDP, ZeRO or "
-                "DDP for tuning='qlora'; distft.plan estimates quantized weights."
-            )
-
-    def memory(self, spec: ModelSpec, load: Workload, *, world_size: int) -> MemoryReport:
-        """Return the bytes that each rank holds in the phases of a step.
-
-        Model state to the byte, and buffers, activations and logits as estimates. Of a model
-        whose widths are not known (`ModelSpec.shape`) activations are left out.
-
-        Raises:
-            ValueError: The degrees do not fit ``world_size``, or the workload is not covered.
-
-        Collective: none.
-        """
-        mesh = self.mesh(world_size)
-        report = self.state_memory(spec, load, world_size=world_size)
-        return with_working_memory(report, self, spec, load, mesh)
-
-    def state_memory(self, spec: ModelSpec, load: Workload, *, world_size: int) -> MemoryReport:
-        """Return the bytes of model state and buffers alone, which no batch changes.
-
-        Raises:
-            ValueError: As `memory`.
-
-        Collective: none.
-        """
-        mesh = self.mesh(world_size)
-        trained = with_adapters(spec, load)
-        self._check_costs(trained, mesh)
-        report = self._memory(trained.stored(self.precision), load, mesh)
-        return with_scales(report, trained)
-
-    def traffic(
-        self,
-        spec: ModelSpec,
-        load: Workload,
-        *,
-        world_size: int,
-        cluster: Cluster | None = None,
-    ) -> TrafficReport:
-        """Return the bytes that one rank puts on the wire, by collective.
-
-        With a `cluster` also the class of the slowest link of each, and its seconds there.
-
-        Assumes one parameter group and one bound for the whole gradient. Where groups have bounds
-        of their own, each group beyond the first adds a norm: one more all_reduce of 4 bytes a
-        step over each axis that gradients are split on, none under DDP.
-
-        Raises:
-            ValueError: The degrees do not fit ``world_size``, or the workload is not covered.
-
-        Collective: none.
-        """
-        mesh = self.mesh(world_size)
-        trained = with_adapters(spec, load)
-        self._check_costs(trained, mesh)
-        report = self._traffic(trained.stored(self.precision), load, mesh)
-        return report if cluster is None else on_links(report, mesh, cluster)

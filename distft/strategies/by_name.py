@@ -8,9 +8,10 @@ from typing import Any
 
 from distft.strategies.base import Strategy
 from distft.strategies.ddp import DDP
+from distft.strategies.fsdp import FSDP2, HSDP
 from distft.strategies.parallel import EP, TP, NDParallel
-from distft.strategies.sharded import FSDP2, HSDP
-from distft.strategies.zero import ZeRO1, ZeRO2, ZeRO3
+from distft.strategies.zero import ZeRO1, ZeRO2
+from distft.strategies.zero3 import ZeRO3
 
 STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (DDP, ZeRO1, ZeRO2, ZeRO3, FSDP2, HSDP, TP, EP, NDParallel)

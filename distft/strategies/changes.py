@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distft.formulas import MemoryReport
     from distft.spec import ModelSpec, Workload
-    from distft.strategies.base import Strategy
+    from distft.strategies.costing import Costing
 
 # Strategies that split more of the model state, after each that splits less.
 _NEXT = {
@@ -71,7 +71,7 @@ def shortfall(phase: str, asked: int, missing: dict[str, int], free: int) -> int
 
 
 def list_changes(
-    strategy: Strategy,
+    strategy: Costing,
     spec: ModelSpec,
     load: Workload,
     world_size: int,
@@ -127,7 +127,7 @@ def smallest_that_fits(changes: Sequence[Change], short: int) -> Change | None:
 
 
 def _smaller_activations(
-    strategy: Strategy, shape: Sequence[int] | None, trains: bool
+    strategy: Costing, shape: Sequence[int] | None, trains: bool
 ) -> Iterator[Change]:
     rows = shape[0] if shape else 0
     if rows > 1 and trains:
@@ -148,8 +148,8 @@ def _smaller_activations(
 
 
 def _candidates(
-    strategy: Strategy, world_size: int, trains: bool, on_gpu: bool
-) -> Iterator[tuple[str, Callable[[], Strategy], int]]:
+    strategy: Costing, world_size: int, trains: bool, on_gpu: bool
+) -> Iterator[tuple[str, Callable[[], Costing], int]]:
     """Yield what each change is called, how its strategy is made, and its number of ranks."""
     from distft.strategies.by_name import STRATEGIES
 

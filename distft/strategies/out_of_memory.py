@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distft.formulas import MemoryReport
     from distft.measure.memory import ModelStateBytes
     from distft.measure.out_of_memory import Room
-    from distft.strategies.base import Strategy
+    from distft.strategies.costing import Costing
 
 # What a call does, by the phases of a memory report.
 _PHASES = {"load_model": "load", "apply": "load", "save": "save", "load": "save"}
@@ -48,7 +48,7 @@ def remember_optimizer(model: Any, optimizer: Any) -> None:
 
 @contextmanager
 def explained(
-    strategy: Strategy, call: str, model: Any = None, batches: Any = None, detail: str = ""
+    strategy: Costing, call: str, model: Any = None, batches: Any = None, detail: str = ""
 ) -> Iterator[None]:
     """Turn an error that says that memory ran out into one that says what would fit.
 
@@ -91,7 +91,7 @@ def explained(
 class _Scene:
     """What is known at the place where memory ran out."""
 
-    strategy: Strategy
+    strategy: Costing
     call: str
     phase: str
     asked: int | None
@@ -103,7 +103,7 @@ class _Scene:
     on_gpu: bool
 
 
-def _text(strategy: Strategy, call: str, model: Any, batches: Any, error: BaseException) -> str:
+def _text(strategy: Costing, call: str, model: Any, batches: Any, error: BaseException) -> str:
     """Return the message; a part that cannot be had is left out and said, never raised."""
     from distft.measure.out_of_memory import asked_bytes, is_of_host
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from distft.checkpoint.resharding import Source, reshard_checkpoint
 from distft.strategies.base import Strategy
 from distft.strategies.by_name import strategy as by_name
-from distft.strategies.zero import ZeRO3
+from distft.strategies.zero3 import ZeRO3
 
 
 def reshard(

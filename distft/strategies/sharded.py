@@ -1,7 +1,4 @@
-"""FSDP2 and HSDP: every parameter split by rows over ranks, gathered block by block.
-
-What they share with TP, EP and NDParallel, which split layers and experts first, is here too.
-"""
+"""What FSDP2, HSDP, TP, EP and NDParallel share: ``fully_shard`` over the data ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distft.checkpoint.folder import DCP
-from distft.checkpoint.placement import gather_whole
 from distft.checkpoint.pretrained import loaded_by
 from distft.formulas import (
     MemoryReport,
@@ -27,11 +23,11 @@ from distft.formulas import (
 )
 from distft.formulas.split_rules import Rules, with_factors
 from distft.kept import modules_in_fp32
-from distft.mesh import DENSE_AXES, Mesh, check_degree, resolve_axes
+from distft.mesh import DENSE_AXES, Mesh
 from distft.peft import base_model
 from distft.process_group import check_host_collectives, local_device
 from distft.spec import check_units, gathered_units, sharding_units
-from distft.strategies._transformers import HALVES, merge_rules
+from distft.strategies._transformers import merge_rules
 from distft.strategies.adapters import (
     attach_to_split,
     make_whole,
@@ -41,8 +37,18 @@ from distft.strategies.adapters import (
 from distft.strategies.base import Strategy
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.strategies.split import split_layers, split_of
+from distft.strategies.units import (
+    finish_partial_sums,
+    gathered,
+    groups_that_split,
+    host_policy,
+    mixed_precision,
+    separate_dropout,
+    split_again,
+    split_gradients,
+    submodule,
+)
 from distft.training.clip import GradientShards, bounds_of
-from distft.training.dropout_streams import split_streams
 from distft.training.layouts import layout, step_by_layout
 from distft.training.optimizers import OptimizerFactory, ParamGroup, build_optimizer
 from distft.training.wrappers import chosen_parameters
@@ -103,12 +109,12 @@ class Sharded(Strategy):
             if split_of(model) is None:
                 copy_from_rank0([*model.parameters(), *model.buffers()])
             self._shard(model, mesh)
-        _separate_dropout(model)
+        separate_dropout(model)
         if self.precision != "fp32":
             cast_inputs(model)
         built = build_optimizer(optimizer, dict(model.named_parameters()), groups)
         step_by_layout(built)
-        _split_gradients(model)
+        split_gradients(model)
         return model, built
 
     def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
@@ -176,19 +182,19 @@ class Sharded(Strategy):
             "reshard_after_forward": self.reshard_after_forward,
         }
         if self.offload is not None:
-            policy["offload_policy"] = _host_policy()
+            policy["offload_policy"] = host_policy()
         kept = modules_in_fp32(model)
 
         def shard(module: nn.Module, **changes: Any) -> None:
             precision = "fp32" if module in kept else self.precision
-            fully_shard(module, **{**policy, "mp_policy": _mixed_precision(precision), **changes})
+            fully_shard(module, **{**policy, "mp_policy": mixed_precision(precision), **changes})
 
         if split is not None:
             # What TP and EP hand on is a view, and nothing here or in transformers writes into it.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             axes = ("dp_replicate", "efsdp") if mesh.dp_replicate > 1 else ("efsdp",)
             for path in split.expert_modules:
-                shard(_submodule(model, path), mesh=split.expert[axes])
+                shard(submodule(model, path), mesh=split.expert[axes])
         units = sharding_units(model) if self.precision == "fp32" else gathered_units(model)
         for path in units:
             unit = model.get_submodule(path)
@@ -221,7 +227,7 @@ class Sharded(Strategy):
     def _gradients(self, model: nn.Module) -> Sequence[GradientShards]:
         from torch.distributed.tensor import DTensor
 
-        _split_again(model)
+        split_again(model)
         group_of = bounds_of(model).group_of
         parts: dict[Any, list[Tensor]] = {}
         for name, parameter in model.named_parameters():
@@ -233,23 +239,23 @@ class Sharded(Strategy):
                 # A group without a gradient here still takes part in the sums over ranks.
                 parts.setdefault((group_of[name], layout(parameter)), [])
         return [
-            GradientShards(tensors, _groups_that_split(where), index)
+            GradientShards(tensors, groups_that_split(where), index)
             for (index, where), tensors in parts.items()
         ]
 
     def _after_forward(self, model: nn.Module) -> None:
-        _split_again(model)
+        split_again(model)
 
     def _gather_weights(
         self, model: nn.Module, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        _split_again(model)
-        return {name: _whole(p) for name, p in chosen_parameters(model, names)}
+        split_again(model)
+        return {name: gathered(p) for name, p in chosen_parameters(model, names)}
 
     def _gather_gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        _split_again(model)
+        split_again(model)
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return {name: _whole(g) for name, g in gradients.items() if g is not None}
+        return {name: gathered(g) for name, g in gradients.items() if g is not None}
 
     @contextmanager
     def _no_sync(self, model: Any) -> Iterator[None]:
@@ -269,7 +275,7 @@ class Sharded(Strategy):
         finally:
             model.set_is_last_backward(True)
             if self.mesh().dp_replicate > 1:
-                _finish_partial_sums(model)
+                finish_partial_sums(model)
             model.set_requires_all_reduce(True)
             model.set_requires_gradient_sync(True)
 
@@ -278,7 +284,7 @@ class Sharded(Strategy):
     ) -> Captured:
         from distft.checkpoint.dcp_write import capture_dcp
 
-        _split_again(model)
+        split_again(model)
         return capture_dcp(model, optimizer, copies)
 
     def _read_state(
@@ -291,7 +297,7 @@ class Sharded(Strategy):
     ) -> None:
         from distft.checkpoint.dcp import read_dcp
 
-        _split_again(model)
+        split_again(model)
         read_dcp(folder, model, optimizer, manifest.optimizer_state, scalars)
 
     def _memory(self, spec: ModelSpec, load: Workload, mesh: Mesh) -> MemoryReport:
@@ -353,186 +359,3 @@ class Sharded(Strategy):
             self.reshard_after_forward,
             self.defer_reduce,
         )
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class FSDP2(Sharded):
-    """Weights, gradients and moments split by rows over all ranks; blocks gathered on the fly.
-
-    Memory: ``1/N`` of each tensor, by whole rows; the block at work is whole for a moment.
-    Traffic: gather, gather, reduce-scatter: three passes of ``(N-1)/N`` each micro-step.
-
-    Attributes:
-        dp_shard: Ranks to split over; default all.
-        reshard_after_forward: Free a block's whole weights after its forward pass (True), or keep
-            them for the backward pass: one gather less, the whole model in memory. The root
-            (embedding, last norm, head) is kept either way: its backward pass comes first.
-        defer_reduce: Keep whole gradients until the last micro-step and reduce once (True), or
-            reduce every micro-step and hold ``1/N`` of them.
-    """
-
-    name: ClassVar[str] = "fsdp2"
-    offloads: ClassVar[tuple[str, ...]] = ("params",)
-
-    dp_shard: int | None = None
-
-    def _check_fields(self) -> None:
-        check_degree(repr(self), "dp_shard", self.dp_shard)
-
-    def _mesh(self, num_ranks: int) -> Mesh:
-        return Mesh(**resolve_axes(repr(self), num_ranks, dp_shard=self.dp_shard))
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class HSDP(Sharded):
-    """FSDP2 inside groups of ranks, DDP between the groups.
-
-    Memory: that of FSDP2 on ``dp_shard`` ranks. Traffic: FSDP2's inside a group, and once a step
-    an all-reduce of a rank's shard between groups.
-
-    Attributes:
-        dp_replicate: Number of groups; default the ranks that remain.
-        dp_shard: Ranks of a group; default ``LOCAL_WORLD_SIZE``, the ranks of one machine, where
-            neither is given.
-        reshard_after_forward: As for `FSDP2`.
-        defer_reduce: As for `FSDP2`.
-    """
-
-    name: ClassVar[str] = "hsdp"
-    offloads: ClassVar[tuple[str, ...]] = ("params",)
-
-    dp_replicate: int | None = None
-    dp_shard: int | None = None
-
-    def _check_fields(self) -> None:
-        check_degree(repr(self), "dp_replicate", self.dp_replicate)
-        check_degree(repr(self), "dp_shard", self.dp_shard)
-
-    def _mesh(self, num_ranks: int) -> Mesh:
-        dp_shard = self.dp_shard
-        if self.dp_replicate is None and dp_shard is None:
-            import os
-
-            dp_shard = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        axes = resolve_axes(
-            repr(self), num_ranks, dp_replicate=self.dp_replicate, dp_shard=dp_shard
-        )
-        return Mesh(**axes)
-
-
-def _separate_dropout(model: nn.Module) -> None:
-    """Let dropout on split activations draw other masks on each rank of a tp group."""
-    split = split_of(model)
-    if split is None or split.dense["tp"].size() == 1:
-        return
-    columns, rows = (
-        [path for path, style in split.styles.items() if style == kind] for kind in HALVES
-    )
-    rank = split.dense["tp"].get_local_rank()
-    split_streams(base_model(model), columns, rows, rank, local_device())
-
-
-def _finish_partial_sums(model: Any) -> None:
-    """Let blocks whose sum over replicas is deferred reduce in the next pass, used in it or not.
-
-    A block without a gradient in the last micro-step would reduce nothing then, and what its
-    earlier micro-steps left would be lost without a word.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            groups = module._get_fsdp_state()._fsdp_param_groups
-            pending = any(group._partial_reduce_output is not None for group in groups)
-            module.set_reduce_scatter_unused_params(pending, recurse=False)
-
-
-def _split_again(model: Any) -> None:
-    """Shard again what a forward pass without a backward pass leaves whole.
-
-    That is the root, and every block where ``reshard_after_forward=False``.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = gather_whole(whole)
-    return whole.cpu().clone()
-
-
-def _split_gradients(model: nn.Module) -> None:
-    """Keep of each gradient the part that belongs to the part of its parameter.
-
-    torch hands every rank the whole gradient of an embedding that is split by rows;
-    ``fully_shard`` cuts it, and where there is none it is done here.
-    """
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    def cut(parameter: Any) -> None:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            part = gradient.redistribute(placements=parameter.placements)
-            # A view would hold the whole gradient.
-            parameter.grad = part if part is gradient else part.clone()
-
-    if not isinstance(base_model(model), FSDPModule):
-        parameters: list[Any] = list(model.parameters())
-        for parameter in parameters:
-            if isinstance(parameter, DTensor) and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(cut)
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module:
-    """Return a module of the model by its path in the model without adapters."""
-    found: nn.Module = base_model(model).get_submodule(path)
-    return found
-
-
-def _groups_that_split(where: Any) -> list[Any]:
-    """Return the process groups over which gradients of a layout are split.
-
-    Raises:
-        RuntimeError: They are sums of which each rank has a part only.
-    """
-    if where is None:
-        return []
-    mesh, placements = where
-    partial = [placement for placement in placements if placement.is_partial()]
-    if partial:
-        raise RuntimeError(
-            f"Gradients lie as {placements}: {len(partial)} of {len(placements)} axes hold sums "
-            "that nobody finished. Report this with the model and its plan."
-        )
-    return [
-        mesh.get_group(axis)
-        for axis, placement in enumerate(placements)
-        if not placement.is_replicate()
-    ]
-
-
-def _host_policy() -> Any:
-    """Return torch's policy that keeps shards and their gradients on the host."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    # Pinned memory is what a GPU copies from without waiting; there is none to pin without one.
-    return CPUOffloadPolicy(pin_memory=local_device().type == "cuda")
-
-
-def _mixed_precision(precision: str) -> Any:
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if precision == "bf16-mixed":
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    return MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -15,7 +15,7 @@ from distft.formulas.working import Kept
 if TYPE_CHECKING:
     from distft.mesh import Mesh
     from distft.spec import ModelSpec, Workload
-    from distft.strategies.base import Strategy
+    from distft.strategies.value import StrategyValue
 
 # What `consolidate` holds at most unless told otherwise (its `max_ram`).
 _CONSOLIDATION = 2_000_000_000
@@ -38,7 +38,7 @@ def with_scales(report: MemoryReport, spec: ModelSpec) -> MemoryReport:
 
 
 def with_working_memory(
-    report: MemoryReport, strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh
+    report: MemoryReport, strategy: StrategyValue, spec: ModelSpec, load: Workload, mesh: Mesh
 ) -> MemoryReport:
     """Return a report of model state with what a micro-step holds beside it.
 
@@ -63,7 +63,7 @@ def with_working_memory(
     return replace(report, lines=tuple(lines))
 
 
-def _whole_gradient(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> int:
+def _whole_gradient(strategy: StrategyValue, spec: ModelSpec, load: Workload, mesh: Mesh) -> int:
     """Return bytes of the largest block's gradient, whole, and of the one before it on its way.
 
     The last block to run backward fetches no other ahead, which leaves room.
@@ -76,7 +76,7 @@ def _whole_gradient(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: M
     return (reduced + (size if len(blocks) > 2 else 0)) * largest
 
 
-def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> Run:
+def run_of(strategy: StrategyValue, spec: ModelSpec, load: Workload, mesh: Mesh) -> Run:
     """Return the numbers of a run that activations depend on.
 
     Raises:
@@ -110,7 +110,7 @@ def run_of(strategy: Strategy, spec: ModelSpec, load: Workload, mesh: Mesh) -> R
 
 
 def _of_engine(
-    strategy: Strategy, spec: ModelSpec, weight: int, ranks: int
+    strategy: StrategyValue, spec: ModelSpec, weight: int, ranks: int
 ) -> Iterator[MemoryLine]:
     """Yield DeepSpeed's buckets: two of gradients, since the next one fills while one is reduced.
 

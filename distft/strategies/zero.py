@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-import os
-import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +22,11 @@ from distft.formulas import (
 from distft.formulas.deepspeed import SUB_GROUP_SIZE
 from distft.kept import kept_names
 from distft.mesh import Mesh
-from distft.process_group import group_rank, local_device, together
+from distft.process_group import local_device
 from distft.spec import sharding_units
-from distft.strategies import ops
+from distft.strategies._deepspeed import load_deepspeed, stage3_module
 from distft.strategies.base import Strategy
+from distft.strategies.engine_config import engine_config
 from distft.strategies.precision import cast_inputs, copy_from_rank0
 from distft.training.clip import GradientShards, bounds_of
 from distft.training.optimizers import (
@@ -47,14 +44,11 @@ if TYPE_CHECKING:
 
     from distft.checkpoint.capture import Captured, HostCopies
     from distft.checkpoint.folder import Manifest
-    from distft.checkpoint.weights import Weights
     from distft.checkpoint.whole_run import WholeRun
     from distft.spec import ModelSpec, Workload
 
 # The folder inside ``deepspeed/`` that its engine calls a tag.
 TAG = "state"
-
-_last_world: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -125,13 +119,13 @@ class ZeRO(Strategy):
     ) -> tuple[nn.Module, Optimizer]:
         from distft.strategies import engine, on_disk
 
-        deepspeed = _load_deepspeed()
+        deepspeed = load_deepspeed()
         # DeepSpeed updates the parameters in place and keeps the objects, so an optimizer over
         # them is valid before and after; it swaps in its flat partitions itself.
         kept = kept_names(model) if self.precision != "fp32" else frozenset()
         groups = self._groups_of_one_dtype(groups, kept)
         client = build_optimizer(optimizer, dict(model.named_parameters()), groups)
-        config = self._config()
+        config = engine_config(self)
         folder = self._disk_folder(client)
         if folder is not None:
             config["zero_optimization"]["offload_optimizer"] = {
@@ -153,7 +147,7 @@ class ZeRO(Strategy):
         self._make_groups()
         with (
             engine.one_zero_optimizer(deepspeed.DeepSpeedEngine),
-            engine.kept_in_fp32(deepspeed.DeepSpeedEngine, _stage3_module(), parameters),
+            engine.kept_in_fp32(deepspeed.DeepSpeedEngine, stage3_module(), parameters),
         ):
             made, _, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=config, dist_init_required=False
@@ -186,44 +180,6 @@ class ZeRO(Strategy):
                 "first. Put another group first."
             )
         return made
-
-    def _config(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration; a default that changes training is written out."""
-        reduce_dtype = "bf16" if self.precision == "bf16" else "fp32"
-        return {
-            # Accumulation is ours: the engine sees every step as one micro-step of its own, and
-            # `no_sync` tells it where the boundary is.
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            # Its default is 1.0. The norm is ours and applied before its step.
-            "gradient_clipping": 0.0,
-            "prescale_gradients": False,
-            # A sum over ranks, not a mean: shares are over the global number of loss tokens
-            # already. Stage 3 refuses this setting; `engine.sum_gradients` does it there.
-            "gradient_allreduce_op": "mean" if self.stage == 3 else "sum",
-            "communication_data_type": reduce_dtype,
-            "data_types": {"grad_accum_dtype": reduce_dtype},
-            "bf16": {
-                "enabled": self.precision != "fp32",
-                "bf16_master_weights_and_grads": self.precision == "bf16",
-                "bf16_optimizer_states": self.precision == "bf16",
-                "check_grad_overflow": True,
-            },
-            # Which optimizers are right under sharding is checked by `check_factory`.
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 2**62,
-            "zero_optimization": {
-                "stage": self.stage,
-                "contiguous_gradients": True,
-                "reduce_scatter": True,
-                "overlap_comm": local_device().type == "cuda",
-                "reduce_bucket_size": self.reduce_bucket_size,
-                "allgather_bucket_size": self.allgather_bucket_size,
-                **self._stage_config(),
-                **self._offload_config(),
-            },
-        }
 
     def _stage_config(self) -> dict[str, Any]:
         return {
@@ -268,17 +224,15 @@ class ZeRO(Strategy):
     def _gather_weights(
         self, model: Any, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
         from distft.strategies import on_disk
 
-        gathered = _load_deepspeed().zero.GatheredParameters
-
+        deepspeed = load_deepspeed()
+        gathered = deepspeed.zero.GatheredParameters
         found = {}
         with on_disk.in_place(model):
             for name, parameter in chosen_parameters(model, names):
                 if parameter.requires_grad:
-                    whole = safe_get_full_fp32_param(parameter)
+                    whole = deepspeed.utils.safe_get_full_fp32_param(parameter)
                 else:
                     with gathered([parameter], enabled=self.stage == 3):
                         whole = parameter.detach().clone()
@@ -286,9 +240,9 @@ class ZeRO(Strategy):
         return found
 
     def _gather_gradients(self, model: Any) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_grad
-
         from distft.strategies import on_disk
+
+        safe_get_full_grad = load_deepspeed().utils.safe_get_full_grad
 
         with on_disk.in_place(model):
             gradients = {
@@ -310,7 +264,7 @@ class ZeRO(Strategy):
         self, model: Any, optimizer: Optimizer, copies: HostCopies | None
     ) -> Captured:
         from distft.strategies import on_disk
-        from distft.strategies.engine import capture_files
+        from distft.strategies.engine_files import capture_files
 
         # DeepSpeed would write empty tensors and a copy of its files beside them.
         with on_disk.in_place(model):
@@ -419,226 +373,3 @@ class ZeRO2(ZeRO):
     name: ClassVar[str] = "zero2"
     stage: ClassVar[int] = 2
     forward_gathers: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ZeRO3(ZeRO):
-    """Weights, gradients, moments all split; each module's weights gathered when it works.
-
-    Memory: ``16P/N`` bytes in mixed precision. Traffic: gather, gather, reduce-scatter: three
-    passes of ``(N-1)/N`` each micro-step.
-
-    Attributes:
-        persistence_threshold: Parameters of fewer elements stay whole on every rank; 100,000 (as
-            DeepSpeed does by default) saves small gathers, 0 splits everything.
-        prefetch_bucket_size: Elements gathered ahead of the module at work.
-        max_live_parameters: Gathered elements held at once, beyond which nothing is prefetched.
-        max_reuse_distance: Parameters used again within so many elements stay gathered; 0 frees
-            them after each use, which is what the formulas say.
-        sub_group_size: Elements updated by one optimizer call; so many of weights, gradient and
-            each moment are in memory at a time with ``offload="nvme:PATH"``.
-        secondary_partition: Ranks that share one more copy of the weights (hpZ of ZeRO++), best
-            those of one machine: weights are then gathered from all ranks once a step, and else
-            within the group. It costs the weights' bytes divided by it.
-        quantized_weights: Weights travel as int8 (qwZ of ZeRO++), half of bf16: no longer the
-            same training. Needs DeepSpeed's quantizer, CUDA kernels; not run by our tests.
-        quantized_gradients: Gradients travel as int4 (qgZ of ZeRO++). `traffic` knows it; `apply`
-            refuses it, since DeepSpeed's kernel reads fp16 whatever gradients are.
-    """
-
-    name: ClassVar[str] = "zero3"
-    stage: ClassVar[int] = 3
-    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "params", "nvme:PATH")
-
-    persistence_threshold: int = 0
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 0
-    sub_group_size: int = SUB_GROUP_SIZE
-    secondary_partition: int | None = None
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
-
-    def _check_fields(self) -> None:
-        ZeRO._check_fields(self)
-        if self.secondary_partition is not None:
-            self._check_count("secondary_partition", minimum=2, what="ranks")
-            if self.offload not in (None, "optimizer"):
-                raise ValueError(
-                    f"{self!r}: with offload={self.offload!r} the copy for "
-                    f"{self.secondary_partition} ranks would lie on the host too. Leave one of "
-                    "the two out."
-                )
-        for name in ("persistence_threshold", "prefetch_bucket_size", "max_reuse_distance"):
-            self._check_count(name, minimum=0)
-        for name in ("max_live_parameters", "sub_group_size"):
-            self._check_count(name, minimum=1)
-
-    def _stage_config(self) -> dict[str, Any]:
-        return {
-            "stage3_param_persistence_threshold": self.persistence_threshold,
-            "stage3_prefetch_bucket_size": self.prefetch_bucket_size,
-            "stage3_max_live_parameters": self.max_live_parameters,
-            "stage3_max_reuse_distance": self.max_reuse_distance,
-            "sub_group_size": self.sub_group_size,
-            "zero_hpz_partition_size": self.secondary_partition or 1,
-            "zero_quantized_weights": self.quantized_weights,
-        }
-
-    def _mesh(self, num_ranks: int) -> Mesh:
-        if self.secondary_partition is not None and num_ranks % self.secondary_partition:
-            raise ValueError(
-                f"{self!r} needs a number of ranks that {self.secondary_partition} divides, and "
-                f"there are {num_ranks}. Use the ranks of one machine."
-            )
-        return ZeRO._mesh(self, num_ranks)
-
-    def _check_installed(self) -> None:
-        ZeRO._check_installed(self)
-        if self.quantized_weights or self.quantized_gradients:
-            ops.check_quantizer(self, _load_deepspeed().accelerator.get_accelerator())
-        if self._offload_kind() == "nvme":
-            ops.check_async_io(self, _load_deepspeed().accelerator.get_accelerator())
-
-    def _engine_loads(self, saved_by: str) -> bool:
-        # DeepSpeed reads no moments and no counter into optimizer state on a disk, and sub-groups
-        # only where they end at the same parameters.
-        size = re.search(r"sub_group_size=(\d+)", saved_by)
-        same = (
-            int(size[1]) == self.sub_group_size if size else self.sub_group_size == SUB_GROUP_SIZE
-        )
-        return same and self._offload_kind() != "nvme"
-
-    def _disk_folder(self, optimizer: Optimizer) -> Path | None:
-        from distft.strategies import on_disk
-
-        kind, _, path = (self.offload or "").partition(":")
-        if kind != "nvme":
-            return None
-        if type(optimizer).__name__ == "Adagrad":
-            raise ValueError(
-                f"{self!r}: Adagrad makes its 1 moment when it is built, where the weights on the "
-                "disk have 0 elements. Use another optimizer, or offload='params'."
-            )
-        return on_disk.make_folder(self, Path(path).absolute())
-
-    def _updated_at_once(self) -> int:
-        return self.sub_group_size
-
-    def _check_model(self, model: nn.Module) -> None:
-        ZeRO._check_model(self, model)
-        if self.quantized_weights:
-            ops.check_parts(self, model, self.mesh().num_ranks)
-
-    def _make_groups(self) -> None:
-        from distft.strategies import engine
-
-        engine.use_secondary_group(_groups_module(), self.secondary_partition)
-
-    def _after_new_weights(self, model: Any) -> None:
-        from distft.strategies import engine
-
-        engine.forget_copies(model)
-
-    def _weight_dtype(self) -> str:
-        # The engine computes in bf16 with both, and makes its fp32 masters of what it is given.
-        return "float32" if self.precision == "fp32" else "bfloat16"
-
-    def _load_weights(self, weights: Weights, mesh: Mesh) -> nn.Module:
-        import torch
-
-        from distft.checkpoint.skeleton import replace_parameters
-
-        deepspeed = _load_deepspeed()
-        weights.attach()
-        device = local_device()
-        first: list[Any] = []
-        parameters = list(weights.model.parameters())
-        most = max((p.numel() * p.element_size() for p in parameters), default=0)
-        # Every tensor passes through this one place: memory asked for and freed for each of them
-        # would stay with the process, the parts that are kept lying in between.
-        passage = torch.empty(most, dtype=torch.uint8, device=device)
-
-        def read(name: str, parameter: Tensor) -> Tensor:
-            num_bytes = parameter.numel() * parameter.element_size()
-            whole = passage[:num_bytes].view(parameter.dtype).view(parameter.shape)
-            # The engine sends each tensor from rank 0 before it cuts it up. The others would wait
-            # for one that rank 0 could not read.
-            with together():
-                # Of a packed weight every rank keeps the scales.
-                if group_rank() == 0 or name in weights.packed:
-                    weights.fill(name, 0, whole)
-            # `.data`: views of one place would share one version counter, and autograd would take
-            # a write to any of them for one to all.
-            new = torch.nn.Parameter(whole.data, requires_grad=parameter.requires_grad)
-            if first:
-                first[0].convert_to_zero_parameters(param_list=[new])
-            else:
-                self._make_groups()
-                alone = torch.nn.ParameterList([new])
-                deepspeed.zero.Init(
-                    module=alone,
-                    config_dict_or_path=self._config(),
-                    zero_param_parallel_group=_groups_module()._get_zero_param_intra_parallel_group(),
-                )
-                first.append(new)
-            return new
-
-        replace_parameters(weights.model, read)
-        weights.fill_buffers()
-        return weights.model
-
-    def _fetch_limits(self) -> FetchLimits:
-        return FetchLimits(
-            prefetch=self.prefetch_bucket_size,
-            live=self.max_live_parameters,
-            reuse=self.max_reuse_distance,
-            persistence=self.persistence_threshold,
-        )
-
-    def _zero_plus(self) -> ZeROPlus:
-        return ZeROPlus(self.secondary_partition, self.quantized_weights, self.quantized_gradients)
-
-
-def _groups_module() -> Any:
-    from deepspeed.utils import groups
-
-    return groups
-
-
-def _stage3_module() -> Any:
-    from deepspeed.runtime.zero import stage3
-
-    return stage3
-
-
-def _load_deepspeed() -> Any:
-    """Import DeepSpeed on this process group, quietly and without its shared-memory op."""
-    global _last_world
-    import torch.distributed as dist
-
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if local_device().type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Ignored on import, DeepSpeed's logger would print a page per engine.
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-    from deepspeed.utils import groups, logger
-
-    logger.setLevel(logging.WARNING)
-    # torch 2.13 renames collectives that DeepSpeed calls by their older names, in every step.
-    warnings.filterwarnings(
-        "ignore",
-        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
-        FutureWarning,
-    )
-    # Only inference uses this op. Compiling it takes a minute and a C++ compiler, and a process
-    # that dies meanwhile leaves a lock on which every later run waits for ever.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if _last_world is not None and _last_world is not dist.group.WORLD:
-        # DeepSpeed would go on with the groups of a world that is gone.
-        deepspeed.comm.comm.cdb = None
-        groups._release_process_group_references(group=None)
-    _last_world = dist.group.WORLD
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    return deepspeed

@@ -188,9 +188,9 @@ def go_on(
 
 def run_trainer_with_deepspeed(out: Path, stage: int) -> Steps:
     """Train with Trainer on DeepSpeed's engine, on every rank."""
-    from distft.strategies.zero import _load_deepspeed
+    from distft.strategies._deepspeed import load_deepspeed
 
-    _load_deepspeed()
+    load_deepspeed()
     config = {
         "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": "auto",

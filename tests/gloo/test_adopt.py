@@ -144,12 +144,12 @@ def test_a_model_says_its_dtype_and_which_shard_is_gone(writer, tmp_path):
 
 def deepspeed_run(stage: int, path: Path, bf16: bool = False) -> list[float]:
     """Train 2 steps with DeepSpeed's own engine, save, and return the losses of 2 more."""
-    from distft.strategies.zero import _load_deepspeed
+    from distft.strategies._deepspeed import load_deepspeed
 
     distft.init()
     model = tiny_model("L")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, _, _, _ = _load_deepspeed().initialize(
+    engine, _, _, _ = load_deepspeed().initialize(
         model=model,
         optimizer=optimizer,
         config={
