@@ -217,7 +217,7 @@ def plan(
 
     Collective: none.
 
-    >>> plan("Qwen3-30B-A3B", cluster="8xH100-SXM", activation_checkpointing=True).best.fits
+    >>> plan("Qwen3-30B-A3B", cluster="8xH200-SXM", activation_checkpointing=True).best.fits
     True
     """
     if not isinstance(spec, ModelSpec):
