@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,26 +177,18 @@ def _draw_roofline(axes: Any, options: Sequence[Option]) -> None:
             transform=axes.transAxes,
         )
         axes.set_xlim(low, high)
-    for option, rate in waits:
-        achieved = option.time.flops / option.time.seconds / 1e12
+    achieved = [option.time.flops / option.time.seconds / 1e12 for option, _ in waits]
+    for (option, rate), reached in zip(waits, achieved, strict=True):
         colour = "#0072B2" if option.fits else "#999999"
-        axes.plot(rate / 1e12, achieved, "o", color=colour, ms=7)
-        number = f"{options.index(option) + 1}"
-        # Points of one rate lie over each other: their numbers go up beside them.
-        same = [
-            x for x, other in waits[: waits.index((option, rate))] if abs(other / rate - 1) < 0.03
-        ]
-        axes.annotate(
-            number,
-            (rate / 1e12, achieved),
-            textcoords="offset points",
-            xytext=(6 + 13 * len(same), 5),
-            fontsize=9,
-        )
+        axes.plot(rate / 1e12, reached, "o", color=colour, ms=7)
     axes.set_xscale("log")
     axes.set_yscale("log")
     lowest = min(reachable, *(o.time.flops / o.time.seconds / 1e12 for o in options))
     axes.set_ylim(0.5 * lowest, 2 * reachable)
+    if waits:
+        numbers = [f"{options.index(option) + 1}" for option, _ in waits]
+        places = list(zip(rates, achieved, strict=True))
+        _number_points(axes, numbers, places, (low, high), (0.5 * lowest, 2 * reachable))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_locator(LogLocator(subs=(2, 5)))
@@ -209,3 +202,54 @@ def _draw_roofline(axes: Any, options: Sequence[Option]) -> None:
     )
     axes.grid(which="major", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+# Points of a typographer (1/72 inch): the roofline's axes, about, and the box of a number.
+_WIDTH, _HEIGHT = 860.0, 230.0
+_BOX = (15.0, 11.0)
+
+
+def _number_points(
+    axes: Any,
+    numbers: Sequence[str],
+    places: Sequence[tuple[float, float]],
+    across: tuple[float, float],
+    up: tuple[float, float],
+) -> None:
+    """Write each number where no other and no point is, with a line to its point if it is far."""
+    spots = [(_WIDTH * _share(x, across), _HEIGHT * _share(y, up)) for x, y in places]
+    taken = list(spots)
+    for number, place, (x, y) in zip(numbers, places, spots, strict=True):
+        free = (
+            (dx, dy) for dx, dy in _OFFSETS if all(_apart((x + dx, y + dy), it) for it in taken)
+        )
+        dx, dy = next(free, _OFFSETS[-1])
+        taken.append((x + dx, y + dy))
+        far = math.hypot(dx, dy) > 20
+        axes.annotate(
+            number,
+            place,
+            textcoords="offset points",
+            xytext=(dx, dy),
+            fontsize=9,
+            ha="center",
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "#777777", "lw": 0.6} if far else None,
+        )
+
+
+# From near to far, to the right first.
+_OFFSETS = [
+    (radius * math.cos(angle), radius * math.sin(angle))
+    for radius in (13, 19, 27, 36, 46, 58)
+    for angle in (math.pi * turn / 8 for turn in (1, 2, 0, 3, 15, 4, 14, 12, 5, 6, 8, 10))
+]
+
+
+def _share(value: float, ends: tuple[float, float]) -> float:
+    """Return where a value lies between two ends of a logarithmic axis."""
+    return math.log(value / ends[0]) / math.log(ends[1] / ends[0])
+
+
+def _apart(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return abs(one[0] - other[0]) > _BOX[0] or abs(one[1] - other[1]) > _BOX[1]
