@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from distft.strategies.zero import ZeRO2 as ZeRO2
     from distft.strategies.zero3 import ZeRO3 as ZeRO3
     from distft.topology.cluster import Cluster as Cluster
-    from distft.trainer import Trainer as Trainer
+    from distft.trainer.trainer import Trainer as Trainer
     from distft.training.evaluation import EvalResult as EvalResult
     from distft.training.experts import ExpertLoad as ExpertLoad
     from distft.training.step import StepResult as StepResult
@@ -82,7 +82,7 @@ _HOMES = {
     "Plan": "distft.planner",
     "Strategy": "distft.strategies.base",
     "TP": "distft.strategies.parallel",
-    "Trainer": "distft.trainer",
+    "Trainer": "distft.trainer.trainer",
     "Verification": "distft.checkpoint.verify",
     "Workload": "distft.spec",
     "ZeRO1": "distft.strategies.zero",

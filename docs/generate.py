@@ -263,7 +263,7 @@ def _part(names: tuple[str, ...]) -> str:
         return ""
     if names[1] in HOMES:
         names = tuple(HOMES[names[1]].split("."))
-    return "trainer" if names[1].startswith(("trainer", "_hf_trainer")) else names[1]
+    return names[1]
 
 
 def _imported(tree: ast.AST) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import distft
 from distft.interop import Recipe
 from distft.interop.launcher import FLAGS, from_environment, take_over
-from distft.trainer_strategy import chosen_strategy
+from distft.trainer.strategy import chosen_strategy
 
 pytest.importorskip("accelerate")
 # As `accelerate launch` sets them for files that `distft.interop.write` wrote.
@@ -117,7 +117,7 @@ def test_auto_on_gpus_is_the_planners_best_for_model_and_load(monkeypatch, launc
     from transformers import LlamaConfig
 
     from distft.topology import Cluster
-    from distft.trainer_strategy import _best
+    from distft.trainer.strategy import _best
 
     launched({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"})
     monkeypatch.setattr(Cluster, "detect", lambda: Cluster.preset("8xH100-SXM"))

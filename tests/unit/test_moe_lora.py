@@ -60,7 +60,7 @@ def test_a_dense_model_is_refused():
 def test_dropout_on_parameters_is_refused_by_name_before_anything():  # case 73
     from peft import LoraConfig
 
-    from distft.trainer_arguments import check_objects
+    from distft.trainer.arguments import check_objects
 
     with pytest.raises(ValueError, match=r"lora_dropout=0.1, target_parameters=.*Set lora_dropout"):
         distft.moe_lora(tiny_model("M"), lora_dropout=0.1)

@@ -11,8 +11,8 @@ import distft
 from distft.testing import tiny_config, tiny_model
 
 pytest.importorskip("trl")
-from distft.trainer_costs import flops_per_token, predicted, workload_of
-from distft.trainer_report import write_report
+from distft.trainer.costs import flops_per_token, predicted, workload_of
+from distft.trainer.report import write_report
 
 
 def arguments(**changes):

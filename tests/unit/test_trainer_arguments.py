@@ -9,7 +9,7 @@ import os
 import pytest
 
 import distft
-from distft.trainer_arguments import (
+from distft.trainer.arguments import (
     REFUSED,
     check_arguments,
     check_kind,
@@ -166,9 +166,11 @@ def test_a_configuration_of_another_trainer_is_refused(args, tmp_path):
 
 
 def test_what_the_trainer_replaces_is_there_upstream():
-    from distft._hf_trainer import REPLACED, StrategyAccelerator
+    from distft.trainer._hf import REPLACED, StrategyAccelerator
 
     assert [name for name in REPLACED if not hasattr(trl.SFTTrainer, name)] == []
-    assert {name for name in vars(distft.Trainer) if hasattr(trl.SFTTrainer, name)} >= set(REPLACED)
+    parts = distft.Trainer.__mro__[: distft.Trainer.__mro__.index(trl.SFTTrainer)]
+    ours = {name for part in parts for name in vars(part)}
+    assert ours >= set(REPLACED)
     for name in ("backward", "no_sync", "prepare_model", "prepare_data_loader", "gather"):
         assert hasattr(StrategyAccelerator.__mro__[1], name)

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SequentialSampler
 
-from distft.trainer_data import (
+from distft.trainer.data import (
     FilledBatches,
     LastRound,
     MaskedRows,
     SeededOrder,
     in_whole_rounds,
 )
-from distft.trainer_progress import Dealing, Position
+from distft.trainer.progress import Dealing, Position
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from distft.checkpoint.folder import MANIFEST, Manifest
-from distft.trainer_resume import checkpoint_to_resume, launched
+from distft.trainer.resume import checkpoint_to_resume, launched
 
 pytest.importorskip("transformers")
 SAVED = Manifest(

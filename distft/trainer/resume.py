@@ -13,7 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from distft.checkpoint.folder import complete_below, read_manifest
 from distft.process_group import from_rank0, group_rank, together
-from distft.trainer_progress import Progress
+from distft.trainer.progress import Progress
 
 logger = logging.getLogger("distft")
 

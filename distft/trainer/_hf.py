@@ -1,7 +1,7 @@
 """The hooks of TRL's, transformers' and Accelerate's trainers that put a strategy underneath.
 
 Everything of theirs that is private or not meant to be replaced is used in this file and in
-`distft.trainer` alone; `tests/unit/test_trainer_names.py` fails first when upstream moves.
+`distft.trainer` alone; `tests/unit/test_trainer_arguments.py` fails first when upstream moves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 
-from distft.trainer_data import filled_batches, in_whole_rounds
+from distft.trainer.data import filled_batches, in_whole_rounds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

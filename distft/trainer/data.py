@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
-from distft.trainer_progress import Dealing
+from distft.trainer.progress import Dealing
 
 # The label that counts for nothing.
 _IGNORED = -100

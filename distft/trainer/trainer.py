@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import math
 from functools import partial
@@ -13,56 +11,48 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
-from distft._hf_trainer import StrategyAccelerator, leave_out_update
-from distft.checkpoint.folder import read_manifest
 from distft.checkpoint.pretrained import loaded_by
-from distft.checkpoint.randomness import random_state, set_random_state
+from distft.checkpoint.randomness import set_random_state
 from distft.diagnose.training import watched
 from distft.expert_lora import patterns_of_parameters
 from distft.process_group import group_rank, init, together
 from distft.strategies.base import Strategy
-from distft.trainer_arguments import (
+from distft.trainer._hf import StrategyAccelerator, leave_out_update
+from distft.trainer.arguments import (
     check_arguments,
     check_kind,
     check_objects,
     check_rows,
     strategy_of,
 )
-from distft.trainer_data import (
+from distft.trainer.checkpoints import TrainerCheckpoints
+from distft.trainer.data import (
     LastRound,
     SeededOrder,
     filled_batches,
     is_in_rows,
     without_filling_rows,
 )
-from distft.trainer_log import RunMetrics
-from distft.trainer_metrics import WeighedMeans
-from distft.trainer_model import save_model_alone
-from distft.trainer_preemption import SaveBeforeTheEnd
-from distft.trainer_progress import Dealing, Progress
-from distft.trainer_report import write_report
-from distft.trainer_resume import EpochsOfARest, checkpoint_to_resume, follow_schedule, launched
-from distft.trainer_router import real_router_losses
-from distft.trainer_smoke import SmokeTest
-from distft.trainer_strategy import chosen_strategy
+from distft.trainer.log import RunMetrics
+from distft.trainer.metrics import WeighedMeans
+from distft.trainer.preemption import SaveBeforeTheEnd
+from distft.trainer.progress import Dealing, Progress
+from distft.trainer.report import write_report
+from distft.trainer.resume import EpochsOfARest, checkpoint_to_resume
+from distft.trainer.router import real_router_losses
+from distft.trainer.smoke import SmokeTest
+from distft.trainer.strategy import chosen_strategy
 from distft.training.experts import uncounted
 from distft.training.loss import router_losses
 from distft.whereabouts import at
 
 logger = logging.getLogger("distft")
 
-# Its types are looser than a strict checker takes.
-_Base: Any = SFTTrainer
-# Where a checkpoint keeps what the training loop needs beside model and optimizer.
-_STATE = "trainer_state"
-
 
 @final
-class Trainer(_Base):  # type: ignore[misc]
+class Trainer(TrainerCheckpoints):
     """Supervised fine-tuning under a strategy.
 
     Everything that `SFTTrainer` takes, and one argument more. Wrapping, accumulation, the mean over
@@ -115,10 +105,8 @@ class Trainer(_Base):  # type: ignore[misc]
             # Before TRL and transformers say other things of it.
             self.strategy._check_quantized(model, kwargs.get("peft_config"))
         args.bf16 = self.strategy.precision != "fp32"
-        self._saving_checkpoint, self._saved_step = False, -1
         self._watch = (invariants_every, watch_hangs)
         self._micro_steps = 1
-        self._loaded_randomness: dict[str, Any] | None = None
         self._randomness_after_rows: dict[str, Any] | None = None
         self._progress = Progress(_data_seed(args), args.train_sampling_strategy)
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
@@ -419,95 +407,6 @@ class Trainer(_Base):  # type: ignore[misc]
         """Return the sum of a number over data ranks."""
         mine = torch.tensor(count, device=self.args.device)
         return float(self.accelerator.gather(mine.reshape(1)).sum())
-
-    # ---- checkpoints ----------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self._saved_step == self.state.global_step:
-            # The end of an epoch, of a run or of a job may ask for one that is there.
-            return
-        self._saving_checkpoint = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving_checkpoint = False
-        self._saved_step = self.state.global_step
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or its adapter, as ``from_pretrained`` reads it.
-
-        Collective: every rank.
-        """
-        out = Path(output_dir or self.args.output_dir)
-        if self._saving_checkpoint:
-            self._save_run(out)
-            return
-        save_model_alone(self.strategy, self.model_wrapped, self.optimizer, out)
-        with together():
-            if group_rank() == 0 and self.processing_class is not None:
-                self.processing_class.save_pretrained(out)
-
-    def _save_run(self, folder: Path) -> None:
-        """Write a checkpoint; the trainer's state goes with it, so that none is without."""
-        self.strategy.save(
-            folder,
-            self.model_wrapped,
-            self.optimizer,
-            step=self.state.global_step,
-            scheduler=self.lr_scheduler,
-            processing_class=self.processing_class,
-            extra={
-                # As text: a loss may be no number of JSON.
-                _STATE: json.dumps(dataclasses.asdict(self.state)),
-                "rows_per_step": self.get_total_train_batch_size(self.args),
-                "num_tokens": self._total_train_tokens,
-                **self._progress.to_json(self.state.global_step),
-                **launched(),
-            },
-        )
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: the checkpoint has both."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: the checkpoint has each rank's."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check that a run can go on from here; its state is loaded once there is a scheduler."""
-        folder = Path(resume_from_checkpoint)
-        manifest = read_manifest(folder)
-        if _STATE not in manifest.extra:
-            raise ValueError(
-                f"{folder} was saved after {manifest.step} steps by something else than "
-                "distft.Trainer, which needs the trainer's state. Load it with strategy.load in a "
-                "loop of your own."
-            )
-        self.run_metrics.resumes(manifest.extra)
-        self._progress.begin(manifest.step, manifest.extra, manifest.dp_size)
-        # TRL's own count begins at 0 again.
-        self._total_train_tokens = manifest.extra["num_tokens"]
-        with together():
-            state = folder / TRAINER_STATE_NAME
-            if group_rank() == 0 and not state.is_file():
-                # The process ended after the checkpoint was whole and before this file was there.
-                state.write_text(manifest.extra[_STATE])
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        self.strategy.load(
-            checkpoint, self.model_wrapped, self.optimizer, scheduler=self.lr_scheduler
-        )
-        follow_schedule(self.lr_scheduler)
-        self._loaded_randomness = random_state()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        # It is asked for again after the rows of before were skipped.
-        if checkpoint is not None and self._loaded_randomness is not None:
-            set_random_state(self._loaded_randomness)
-
-    def _load_best_model(self) -> None:
-        self.strategy.load(self.state.best_model_checkpoint, self.model_wrapped, self.optimizer)
 
 
 def _data_seed(args: SFTConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distft.process_group import group_rank
-from distft.trainer_data import LastRound
+from distft.trainer.data import LastRound
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from distft.measure.waiting import Waiting, measure_waiting
 from distft.peft import base_model
 from distft.process_group import from_rank0, group_rank
 from distft.topology.gpus import gpu_by_name
-from distft.trainer_costs import flops_per_token, predicted, workload_of
+from distft.trainer.costs import flops_per_token, predicted, workload_of
 from distft.training.experts import ExpertLoad, counts_tokens
 from distft.training.step import control_device
 
