@@ -55,6 +55,15 @@ _PICTURES = {
     "nvl-pairs": "8xH100-PCIe",
     "pcie": "8xL40S",
 }
+# Columns of results that have a bound, and what stands on the other side of each.
+_RATIOS = ("ratio of medians", "median ratio", "peak / sum", "share, %", "peak MB", "seconds")
+_BESIDE = {
+    "median ratio": "the same by hand",
+    "peak / sum": "its part, the largest tensor and the interpreter",
+    "share, %": "the whole step, in %",
+    "peak MB": "a limit in MB of memory",
+    "seconds": "a limit in seconds",
+}
 # Okabe and Ito: told apart with every kind of colour vision.
 _COLOURS = {
     "NV": "#0072B2",
@@ -173,6 +182,32 @@ def conversions() -> str:
     rows = [(told, *(_row(text, name)[at] for at in (2, 4))) for name, told in names.items()]
     table = _table(("1.29 GB of fp32 weights", "median, s", "peak, MB"), rows)
     return f"{table}\nMedians of 5, 2 cores, warm cache (`{path}`).\n"
+
+
+def measured() -> str:
+    """Return every ratio of `benchmarks/results` that has a bound, the worst of each kind."""
+    worst: dict[tuple[str, str], tuple[float, str, str]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        head: list[str] = []
+        for line in path.read_text("utf-8").splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not line.startswith("|"):
+                head = []
+            elif not head:
+                head = cells
+            elif set(line) - set("|- ") and head[-1].startswith("at most"):
+                at = next(head.index(name) for name in _RATIOS if name in head)
+                bound = head[-1].removeprefix("at most").strip() or cells[-1]
+                other = cells[1] if head[1] == "compared with" else _BESIDE.get(head[at], "")
+                what = f"{cells[0]} {head[0]}" if cells[0][0].isdigit() else cells[0]
+                key = what + (f" beside {other}" if other else ""), path.name
+                found = (float(cells[at]), bound, head[at])
+                worst[key] = max(worst.get(key, found), found)
+    rows = [
+        (what, f"{ratio:g}", bound, f"[{name.split('_')[0]}](benchmarks/results/{name})")
+        for (what, name), (ratio, bound, _) in worst.items()
+    ]
+    return _table(("what, beside what", "measured", "at most", "result"), rows)
 
 
 def _strategy(recipe: Recipe) -> str:
@@ -356,13 +391,14 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "fsdp1-strategies": fsdp1_strategies,
     "imports": imports,
     "machines": machines,
+    "measured": measured,
 }
 
 
 def generated() -> dict[Path, str]:
     """Return the text of every page and picture as it has to be."""
     made = {DOCS / "pictures" / f"{name}.svg": picture(name) for name in _PICTURES}
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = page.read_text("utf-8")
         if _BLOCK.search(text):
             made[page] = _BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}{m[4]}", text)
