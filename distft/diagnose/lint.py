@@ -8,18 +8,29 @@ its own clock, or by an error that it alone swallows. A line with ``# distft: ig
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distft.diagnose.lint_names import (
     LOCAL_CALLS,
+    MATRICES,
     RANK_CALLS,
     RANK_VARIABLES,
     RANKS,
     SAVES,
     Names,
     last_name,
+)
+from distft.diagnose.lint_syntax import (
+    contrary,
+    inside,
+    is_group_test,
+    leaves,
+    names_in,
+    only_passes,
+    own_expressions,
+    test_of,
 )
 
 IGNORE = "distft: ignore"
@@ -122,6 +133,9 @@ class _Scope:
     ranked: set[str] = field(default_factory=set)
     local: set[str] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
+    # Names that get a number as it is written, and those that get anything else.
+    numbers: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     found: list[tuple[Finding, str, str]] = field(default_factory=list)
 
     def findings(self) -> list[Finding]:
@@ -132,20 +146,24 @@ class _Scope:
         return [
             finding
             for finding, collective, test in self.found
-            if not collective or (collective, _contrary(test)) not in made
+            if not collective or (collective, contrary(test)) not in made
         ]
 
     def _learn(self) -> None:
         """Note which variables hold a rank, which a value of this rank, which a common one."""
-        for node in _inside(self.body):
+        for node in inside(self.body):
             if isinstance(node, ast.Call) and self.names.collective(node):
-                self.shared |= {name.id for argument in node.args for name in _names_in(argument)}
+                self.shared |= {name.id for argument in node.args for name in names_in(argument)}
         # Twice, for what is assigned from what is assigned further down.
-        for node in [*_inside(self.body), *_inside(self.body)]:
+        for node in [*inside(self.body), *inside(self.body)]:
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             into = {target.id for target in targets if isinstance(target, ast.Name)}
+            if isinstance(node.value, ast.Constant):
+                self.numbers |= into
+            else:
+                self.asked |= into
             if any(isinstance(n, ast.Call) and self.names.collective(n) for n in ast.walk(node)):
                 self.shared |= into
             elif self._is_ranked(node.value):
@@ -159,16 +177,23 @@ class _Scope:
             if isinstance(part, ast.Call) and last_name(part.func) in RANK_CALLS:
                 return True
             if isinstance(part, ast.Attribute) and part.attr in RANKS:
-                return True
-            if isinstance(part, ast.Name) and (part.id in self.ranked or part.id in RANKS):
+                if part.attr != "rank" or not any(m in last_name(part.value) for m in MATRICES):
+                    return True
+            elif isinstance(part, ast.Name) and self._names_a_rank(part.id):
                 return True
             if isinstance(part, ast.Constant) and part.value in RANK_VARIABLES:
                 return True
         return False
 
+    def _names_a_rank(self, name: str) -> bool:
+        # One that only ever is a number of the script, as `rank = 16`, is none of a process.
+        return name in self.ranked or (
+            name in RANKS and not (name in self.numbers and name not in self.asked)
+        )
+
     def _is_local(self, node: ast.expr) -> bool:
         """Return whether an expression is a number of this rank's own batch, clock or files."""
-        if any(name.id in self.shared for name in _names_in(node)):
+        if any(name.id in self.shared for name in names_in(node)):
             return False
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and last_name(part.func) in LOCAL_CALLS:
@@ -185,33 +210,45 @@ class _Scope:
             self._calls(node, where)
             if isinstance(node, ast.If):
                 where = self._if(node, where)
-            elif isinstance(node, ast.For | ast.While):
+            elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
                 inner = replace(where, loop=node)
                 if isinstance(node, ast.While) and self._is_ranked(node.test):
-                    inner = replace(inner, tests=(*where.tests, _test_of(node.test)))
+                    inner = replace(inner, tests=(*where.tests, test_of(node.test)))
                 self._visit(node.body, inner)
                 self._visit(node.orelse, where)
-            elif isinstance(node, ast.Try):
+            elif isinstance(node, ast.Try | ast.TryStar):
                 self._try(node, where)
-            elif isinstance(node, ast.With):
+            elif isinstance(node, ast.With | ast.AsyncWith):
                 self._visit(node.body, where)
+            elif isinstance(node, ast.Match):
+                self._match(node, where)
 
     def _if(self, node: ast.If, where: _Where) -> _Where:
         """Visit both branches; return what the statements after depend on."""
-        ranked = self._is_ranked(node.test) and not _is_group_test(node.test)
-        text, line = _test_of(node.test)
+        ranked = self._is_ranked(node.test) and not is_group_test(node.test)
+        text, line = test_of(node.test)
         inner = outer = where
         if ranked:
             inner = replace(where, tests=(*where.tests, (text, line)))
-            outer = replace(where, tests=(*where.tests, (_contrary(text), line)))
+            outer = replace(where, tests=(*where.tests, (contrary(text), line)))
         self._visit(node.body, inner)
         self._visit(node.orelse, outer if node.orelse else where)
-        leaves = _leaves(node.body)
-        if leaves and where.loop is not None and not ranked and self._is_local(node.test):
-            self._leaves_loop(node, leaves, where.loop)
+        leaves = leaves(node.body)
         # A rank that raises ends the run; one that leaves in silence goes on elsewhere.
-        parted = ranked and leaves not in ("", "raise") and not node.orelse
+        silent = leaves not in ("", "raise")
+        if silent and where.loop is not None and not ranked and self._is_local(node.test):
+            self._leaves_loop(node, leaves, where.loop)
+        parted = ranked and silent and not node.orelse
         return outer if parted else where
+
+    def _match(self, node: ast.Match, where: _Where) -> None:
+        """Visit the cases; under a rank each is a test of its own."""
+        for case in node.cases:
+            inner = where
+            if self._is_ranked(node.subject):
+                test = f"{ast.unparse(node.subject)} == {ast.unparse(case.pattern)}"
+                inner = replace(where, tests=(*where.tests, (test, node.lineno)))
+            self._visit(case.body, inner)
 
     def _leaves_loop(self, node: ast.If, word: str, loop: ast.stmt) -> None:
         made = self._made_in(loop)
@@ -224,10 +261,10 @@ class _Scope:
         )
         self.found.append((Finding(self.path, node.lineno, "rank-leaves-loop", text), "", ""))
 
-    def _try(self, node: ast.Try, where: _Where) -> None:
+    def _try(self, node: ast.Try | ast.TryStar, where: _Where) -> None:
         made = self._made_in(ast.Module(list(node.body), []))
         for handler in node.handlers:
-            word = _leaves(handler.body) or ("pass" if _only_passes(handler.body) else "")
+            word = leaves(handler.body) or ("pass" if only_passes(handler.body) else "")
             if made and where.loop is not None and word not in ("", "raise"):
                 kind = ast.unparse(handler.type) if handler.type else "everything"
                 text = (
@@ -243,7 +280,7 @@ class _Scope:
 
     def _made_in(self, node: ast.AST) -> str:
         """Return what a loop or a block makes that every rank must make, in words, or nothing."""
-        calls = [part for part in _inside([node]) if isinstance(part, ast.Call)]
+        calls = [part for part in inside([node]) if isinstance(part, ast.Call)]
         collective = next((name for c in calls if (name := self.names.collective(c))), "")
         if collective:
             return f"`{collective}`"
@@ -252,101 +289,45 @@ class _Scope:
 
     def _calls(self, node: ast.stmt, where: _Where) -> None:
         """Note the collectives of a statement itself, without its blocks."""
-        if not where.tests:
+        for part in own_expressions(node):
+            self._calls_in(part, where.tests)
+
+    def _calls_in(self, node: ast.AST, tests: tuple[tuple[str, int], ...]) -> None:
+        """Note those of an expression; `a and b` and `b if a else c` are conditions too."""
+        if isinstance(node, ast.Lambda):
             return
-        for call in _own_calls(node):
-            collective = self.names.collective(call)
-            groups = [k for k in call.keywords if k.arg in ("group", "process_group")]
-            if not collective or groups:
-                # A group of some ranks is used by those alone.
-                continue
-            test, line = where.tests[-1]
-            saves = last_name(call.func) in SAVES
-            rule = "save-by-rank" if saves else "collective-by-rank"
-            reason = "gathers what the other ranks hold" if saves else "waits for every rank"
-            text = (
-                f"`{collective}` {reason}, and is made under `{test}` (line {line}) by some ranks "
-                "alone, so they wait for ever. Call it on every rank, and put only what touches "
-                "files or the log under the condition."
-            )
-            self.found.append((Finding(self.path, call.lineno, rule, text), collective, test))
-
-
-def _inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of statements, without those of functions and classes among them."""
-    for node in body:
-        yield node
+        if isinstance(node, ast.IfExp) and self._is_ranked(node.test):
+            text, line = test_of(node.test)
+            self._calls_in(node.test, tests)
+            self._calls_in(node.body, (*tests, (text, line)))
+            self._calls_in(node.orelse, (*tests, (contrary(text), line)))
+            return
+        if isinstance(node, ast.BoolOp):
+            for value in node.values:
+                self._calls_in(value, tests)
+                if self._is_ranked(value):
+                    text, line = test_of(value)
+                    met = text if isinstance(node.op, ast.And) else contrary(text)
+                    tests = (*tests, (met, line))
+            return
+        if isinstance(node, ast.Call) and tests:
+            self._note(node, tests[-1])
         for child in ast.iter_child_nodes(node):
-            if not isinstance(
-                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
-            ):
-                yield from _inside([child])
+            self._calls_in(child, tests)
 
-
-def _own_calls(node: ast.stmt) -> Iterator[ast.Call]:
-    parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    if isinstance(node, ast.With):
-        parts += [item.context_expr for item in node.items]
-    yield from (part for part in _inside(parts) if isinstance(part, ast.Call))
-
-
-def _names_in(node: ast.AST) -> list[ast.Name]:
-    return [part for part in ast.walk(node) if isinstance(part, ast.Name)]
-
-
-def _test_of(test: ast.expr) -> tuple[str, int]:
-    return ast.unparse(test), test.lineno
-
-
-def _is_group_test(test: ast.expr) -> bool:
-    """Return whether a test asks if this rank is in a set of ranks, which may have a group."""
-    return isinstance(test, ast.Compare) and any(
-        isinstance(op, ast.In | ast.NotIn) and not isinstance(of, ast.List | ast.Tuple | ast.Set)
-        for op, of in zip(test.ops, test.comparators, strict=True)
-    )
-
-
-def _contrary(test: str) -> str:
-    """Return the test that holds where this one does not, written as it would be.
-
-    >>> _contrary("rank == 0"), _contrary("not main"), _contrary("main")
-    ('rank != 0', 'main', 'not main')
-    """
-    node = ast.parse(test, mode="eval").body
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return ast.unparse(node.operand)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        swapped: dict[type, ast.cmpop] = {
-            ast.Eq: ast.NotEq(),
-            ast.NotEq: ast.Eq(),
-            ast.In: ast.NotIn(),
-            ast.NotIn: ast.In(),
-        }
-        op = swapped.get(type(node.ops[0]))
-        if op is not None:
-            return ast.unparse(ast.Compare(node.left, [op], node.comparators))
-    return (
-        f"not {test}"
-        if isinstance(node, ast.Name | ast.Attribute | ast.Call)
-        else (f"not ({test})")
-    )
-
-
-def _leaves(body: Sequence[ast.stmt]) -> str:
-    """Return the word by which a block leaves what it is in, or nothing."""
-    last = body[-1] if body else None
-    for kind, word in (
-        (ast.Break, "break"),
-        (ast.Continue, "continue"),
-        (ast.Return, "return"),
-        (ast.Raise, "raise"),
-    ):
-        if isinstance(last, kind):
-            return word
-    called = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
-    name = last_name(last.value.func) if called else ""  # type: ignore[union-attr]
-    return name if name in ("exit", "_exit") else ""
-
-
-def _only_passes(body: Sequence[ast.stmt]) -> bool:
-    return all(isinstance(node, ast.Pass) for node in body)
+    def _note(self, call: ast.Call, where: tuple[str, int]) -> None:
+        """Note a call under a test of the rank, if it is a collective of all ranks."""
+        collective = self.names.collective(call)
+        # A group of some ranks is used by those alone.
+        if not collective or any(k.arg in ("group", "process_group") for k in call.keywords):
+            return
+        test, line = where
+        saves = last_name(call.func) in SAVES
+        rule = "save-by-rank" if saves else "collective-by-rank"
+        reason = "gathers what the other ranks hold" if saves else "waits for every rank"
+        text = (
+            f"`{collective}` {reason}, and is made under `{test}` (line {line}) by some ranks "
+            "alone, so they wait for ever. Call it on every rank, and put only what touches "
+            "files or the log under the condition."
+        )
+        self.found.append((Finding(self.path, call.lineno, rule, text), collective, test))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def _words(text: str) -> frozenset[str]:
@@ -56,6 +56,8 @@ RANKS = _words(
     "is_local_process_zero is_global_zero is_rank_zero is_rank_0 is_master master_process "
     "is_main should_save"
 )
+# Words in the name of what has a `.rank` that is that of a matrix, as of LoRA.
+MATRICES = ("config", "cfg", "lora", "peft", "adapter")
 RANK_CALLS = _words(
     "get_rank get_node_local_rank get_local_rank group_rank is_main_process "
     "is_world_process_zero is_local_process_zero is_rank_zero is_rank_0"
@@ -108,35 +110,49 @@ class Names:
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     self.imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            elif isinstance(node, ast.Assign):
-                self._assigned(node)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                self._assigned(node.targets, node.value)
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                self._assigned([node.target], node.value)
 
     @property
     def is_distributed(self) -> bool:
         """Whether the module uses anything that runs on many ranks."""
-        used = {*self.modules.values(), *self.imported.values()}
-        return any(name.startswith(DISTRIBUTED) for name in used) or any(
+        return any(name.startswith(DISTRIBUTED) for name in self._used()) or any(
             "Trainer" in name for name in self.imported
         )
 
-    def _assigned(self, node: ast.Assign) -> None:
-        if not isinstance(node.value, ast.Call):
+    def _used(self) -> set[str]:
+        return {*self.modules.values(), *self.imported.values()}
+
+    def _assigned(self, targets: Sequence[ast.expr], value: ast.expr) -> None:
+        if not isinstance(value, ast.Call):
             return
-        maker = last_name(node.value.func)
+        maker = last_name(value.func)
         kind = MAKERS.get(maker, "trainer" if maker.endswith("Trainer") else "")
-        if maker in ("DDP", "strategy") and not self._is_ours(node.value.func):
+        if maker in ("DDP", "strategy") and not self._is_ours(value.func):
             # torch's DistributedDataParallel is often called so.
             kind = ""
-        for target in node.targets:
-            if isinstance(target, ast.Name) and kind:
-                self.kinds[target.id] = kind
+        for target in targets:
+            if dotted(target) and kind:
+                self.kinds[dotted(target)] = kind
             first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else None
-            if isinstance(first, ast.Name) and dotted(node.value.func) == "deepspeed.initialize":
+            if isinstance(first, ast.Name) and dotted(value.func) == "deepspeed.initialize":
                 self.kinds[first.id] = "engine"
 
     def _is_ours(self, func: ast.expr) -> bool:
         name = dotted(func)
         return self.full(name).startswith("distft")
+
+    def _kind_by_name(self, owner: str) -> str:
+        """Return the kind of what was made elsewhere, such as an argument, by what it is called."""
+        before, _, name = owner.rpartition(".")
+        if before not in ("", "self"):
+            return ""
+        ours = any(full.startswith("distft") for full in self._used())
+        known = ("accelerator", "trainer", "strategy") if ours else ("accelerator", "trainer")
+        return name if name in known else ""
 
     def full(self, name: str) -> str:
         """Return a dotted name with what its first part was imported as."""
@@ -159,8 +175,8 @@ class Names:
                 return name
             owner = dotted(call.func.value)
             kind = self.kinds.get(owner, "")
-            if not kind and owner in ("self.accelerator", "accelerator", "trainer"):
-                kind = owner.rpartition(".")[2]
+            if not kind:
+                kind = self._kind_by_name(owner)
             if name in OF_KIND.get(kind, ()):
                 return f"{owner}.{name}"
         return ""

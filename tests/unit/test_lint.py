@@ -57,6 +57,39 @@ TRUE = [
         "rank-swallows-error",
     ),
 ]
+# Ways to write the same, beside those above.
+TRUE += [
+    (
+        "class Run:\n    def __init__(self):\n        self.ours = FSDP2()\n    def end(self):\n"
+        "        if rank == 0:\n            self.ours.save('run', model, optimizer, step=1)",
+        "save-by-rank",
+    ),
+    ("ours: FSDP2 = FSDP2()\nif rank == 0:\n    ours.evaluate(m, d)", "collective-by-rank"),
+    ("def end(strategy):\n    if rank == 0:\n        strategy.save('run', m, o)", "save-by-rank"),
+    (
+        "class Run:\n    def end(self):\n"
+        "        if rank == 0:\n            self.trainer.save_model()",
+        "save-by-rank",
+    ),
+    ("match dist.get_rank():\n    case 0:\n        dist.barrier()", "collective-by-rank"),
+    ("rank == 0 and dist.barrier()", "collective-by-rank"),
+    ("rank or dist.barrier()", "collective-by-rank"),
+    ("x = dist.barrier() if rank == 0 else None", "collective-by-rank"),
+    (
+        "async def run():\n    async with lock:\n        if rank == 0:\n            dist.barrier()",
+        "collective-by-rank",
+    ),
+    (
+        "async def run():\n    async for x in xs:\n"
+        "        if rank == 0:\n            dist.barrier()",
+        "collective-by-rank",
+    ),
+    ("rank = 0\nrank = dist.get_rank()\nif rank == 0:\n    dist.barrier()", "collective-by-rank"),
+    (
+        "try:\n    read()\nexcept* OSError:\n    if rank == 0:\n        dist.barrier()",
+        "collective-by-rank",
+    ),
+]
 FALSE = [
     "if dist.get_world_size() > 1:\n    dist.barrier()",
     "if dist.is_initialized():\n    dist.barrier()",
@@ -76,6 +109,15 @@ FALSE = [
     "for row in rows:\n    if random.random() < 0.5:\n        continue\n    print(row)",
     "if rank == 0:\n    dist.barrier()  # distft: ignore",
     "def reduce(rank):\n    if rank == 0:\n        functools.reduce(add, x)",
+    # A rank that raises ends the run.
+    LOOP + "if not torch.isfinite(loss):\n        raise RuntimeError('not finite')",
+    # The rank of a matrix.
+    "if lora_config.rank > 8:\n    dist.barrier()",
+    "rank = 16\nif rank > 8:\n    dist.barrier()",
+    "x = dist.barrier() if rank == 0 else dist.barrier()",
+    "if step and dist.barrier():\n    pass",
+    "match step:\n    case 0:\n        dist.barrier()",
+    "def log(strategy):\n    if rank == 0:\n        print(strategy.name)",
 ]
 
 
