@@ -23,14 +23,14 @@ from distft.diagnose.lint_names import (
     last_name,
 )
 from distft.diagnose.lint_syntax import (
+    condition_of,
     contrary,
     inside,
     is_group_test,
-    leaves,
+    leaving_word,
     names_in,
     only_passes,
     own_expressions,
-    test_of,
 )
 
 IGNORE = "distft: ignore"
@@ -213,7 +213,7 @@ class _Scope:
             elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
                 inner = replace(where, loop=node)
                 if isinstance(node, ast.While) and self._is_ranked(node.test):
-                    inner = replace(inner, tests=(*where.tests, test_of(node.test)))
+                    inner = replace(inner, tests=(*where.tests, condition_of(node.test)))
                 self._visit(node.body, inner)
                 self._visit(node.orelse, where)
             elif isinstance(node, ast.Try | ast.TryStar):
@@ -226,14 +226,14 @@ class _Scope:
     def _if(self, node: ast.If, where: _Where) -> _Where:
         """Visit both branches; return what the statements after depend on."""
         ranked = self._is_ranked(node.test) and not is_group_test(node.test)
-        text, line = test_of(node.test)
+        text, line = condition_of(node.test)
         inner = outer = where
         if ranked:
             inner = replace(where, tests=(*where.tests, (text, line)))
             outer = replace(where, tests=(*where.tests, (contrary(text), line)))
         self._visit(node.body, inner)
         self._visit(node.orelse, outer if node.orelse else where)
-        leaves = leaves(node.body)
+        leaves = leaving_word(node.body)
         # A rank that raises ends the run; one that leaves in silence goes on elsewhere.
         silent = leaves not in ("", "raise")
         if silent and where.loop is not None and not ranked and self._is_local(node.test):
@@ -264,7 +264,7 @@ class _Scope:
     def _try(self, node: ast.Try | ast.TryStar, where: _Where) -> None:
         made = self._made_in(ast.Module(list(node.body), []))
         for handler in node.handlers:
-            word = leaves(handler.body) or ("pass" if only_passes(handler.body) else "")
+            word = leaving_word(handler.body) or ("pass" if only_passes(handler.body) else "")
             if made and where.loop is not None and word not in ("", "raise"):
                 kind = ast.unparse(handler.type) if handler.type else "everything"
                 text = (
@@ -297,7 +297,7 @@ class _Scope:
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp) and self._is_ranked(node.test):
-            text, line = test_of(node.test)
+            text, line = condition_of(node.test)
             self._calls_in(node.test, tests)
             self._calls_in(node.body, (*tests, (text, line)))
             self._calls_in(node.orelse, (*tests, (contrary(text), line)))
@@ -306,7 +306,7 @@ class _Scope:
             for value in node.values:
                 self._calls_in(value, tests)
                 if self._is_ranked(value):
-                    text, line = test_of(value)
+                    text, line = condition_of(value)
                     met = text if isinstance(node.op, ast.And) else contrary(text)
                     tests = (*tests, (met, line))
             return

@@ -41,7 +41,7 @@ def names_in(node: ast.AST) -> list[ast.Name]:
     return [part for part in ast.walk(node) if isinstance(part, ast.Name)]
 
 
-def test_of(test: ast.expr) -> tuple[str, int]:
+def condition_of(test: ast.expr) -> tuple[str, int]:
     """Return a test as text, and its line.
 
     Collective: none.
@@ -88,7 +88,7 @@ def contrary(test: str) -> str:
     )
 
 
-def leaves(body: Sequence[ast.stmt]) -> str:
+def leaving_word(body: Sequence[ast.stmt]) -> str:
     """Return the word by which a block leaves what it is in, or nothing.
 
     Collective: none.
