@@ -14,12 +14,12 @@ from distft.checkpoint.dcp import named_tensors
 from distft.checkpoint.foreign import Parts
 from distft.checkpoint.layouts import Layout, layout_of
 from distft.checkpoint.mapped_run import in_memory, saved_tensor
+from distft.checkpoint.matching import match_tensors
 from distft.checkpoint.pickles import load_values
 from distft.checkpoint.readers.dcp import Items, read_items
 from distft.checkpoint.safetensors_reader import DTYPES, FileTensor, list_tensors
 from distft.checkpoint.shards import LogicalTensor, Piece
 from distft.checkpoint.stream import Stream
-from distft.checkpoint.weights import match_tensors
 from distft.checkpoint.whole_run import SavedTensor, WholeRun, full_shape
 from distft.kept import is_adapter
 from distft.peft import base_model

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distft.checkpoint.matching import find_weights
 from distft.checkpoint.quantize import check_config
-from distft.checkpoint.weights import Weights, find_weights
+from distft.checkpoint.weights import Weights
 from distft.peft import attach_to_skeleton
 from distft.process_group import base_seed, local_device, together
 

@@ -56,6 +56,22 @@ class Saving(Costing):
         async_save: Literal[True],
     ) -> PendingSave: ...
 
+    @overload
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        step: int,
+        scheduler: Any = None,
+        processing_class: Any = None,
+        data: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        async_save: bool,
+    ) -> Path | PendingSave: ...
+
     def save(
         self,
         path: str | Path,

@@ -11,7 +11,6 @@ PACKAGE = Path(distft.__file__).parent
 LINES, FUNCTION_LINES = 400, 60
 # Lines that a file may have, and why it is one.
 FILES = {
-    "checkpoint/weights.py": (470, "where a tensor lies and how it is read, for one class"),
     "formulas/families.py": (600, "one table of families, read from top to bottom"),
     "formulas/native.py": (490, "memory and traffic of torch's engines, which share their terms"),
     "formulas/peak.py": (490, "the moments of one step, in their order"),
