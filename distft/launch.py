@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m distft.launch",
+        prog="distft launch",
         description="Run a script on the ranks of one machine.",
         # The script's own options may begin as ours do.
         allow_abbrev=False,

@@ -42,19 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Collective: none.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(given).parse_args(given)
+    json = "--json" in given
     try:
+        options = _parser(given).parse_args(given)
+        json = options.json
         code: int = options.run(options)
         # What is left in the buffer may meet a pipe that is closed.
         sys.stdout.flush()
     except (ValueError, RuntimeError) as error:
-        return failed(options, error)
+        return failed(json, error)
     except BrokenPipeError:
         # Whoever read has seen enough, as `head` has; Python must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
-        return failed(options, error)
+        return failed(json, error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -32,7 +32,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
         found = lint(options.scripts)
         print(
-            json.dumps([dataclasses.asdict(each) for each in found])
+            json.dumps({"findings": [dataclasses.asdict(each) for each in found]})
             if options.json
             else "\n".join(map(str, found)) or "Every rank makes the collectives of these scripts."
         )

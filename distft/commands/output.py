@@ -49,14 +49,14 @@ def report(options: argparse.Namespace, found: Any, **more: Any) -> None:
     print(json.dumps(fields, default=str) if options.json else found)
 
 
-def failed(options: argparse.Namespace, error: Exception) -> int:
+def failed(json_wanted: bool, error: Exception) -> int:
     """Print why a command could not do its work, and return exit code 1.
 
     Collective: none.
     """
     print(
-        json.dumps({"error": str(error)}) if options.json else f"error: {error}",
-        file=sys.stdout if options.json else sys.stderr,
+        json.dumps({"error": str(error)}) if json_wanted else f"error: {error}",
+        file=sys.stdout if json_wanted else sys.stderr,
     )
     return 1
 
