@@ -23,6 +23,8 @@ from distft.diagnose.lint_names import (
     last_name,
 )
 from distft.diagnose.lint_syntax import (
+    assigned,
+    compared_with_0,
     condition_of,
     contrary,
     inside,
@@ -159,25 +161,28 @@ class _Scope:
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            into = {target.id for target in targets if isinstance(target, ast.Name)}
-            if isinstance(node.value, ast.Constant):
-                self.numbers |= into
-            else:
-                self.asked |= into
-            if any(isinstance(n, ast.Call) and self.names.collective(n) for n in ast.walk(node)):
-                self.shared |= into
-            elif self._is_ranked(node.value):
-                self.ranked |= into
-            elif self._is_local(node.value):
-                self.local |= into
+            for target in targets:
+                for name, value in assigned(target, node.value):
+                    self._learn_one(name, value)
+
+    def _learn_one(self, name: str, value: ast.expr) -> None:
+        (self.numbers if isinstance(value, ast.Constant) else self.asked).add(name)
+        if any(isinstance(n, ast.Call) and self.names.collective(n) for n in ast.walk(value)):
+            self.shared.add(name)
+        elif self._is_ranked(value):
+            self.ranked.add(name)
+        elif self._is_local(value):
+            self.local.add(name)
 
     def _is_ranked(self, node: ast.expr) -> bool:
         """Return whether an expression differs between ranks since it asks for the rank."""
+        first = compared_with_0(node)
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and last_name(part.func) in RANK_CALLS:
                 return True
             if isinstance(part, ast.Attribute) and part.attr in RANKS:
-                if part.attr != "rank" or not any(m in last_name(part.value) for m in MATRICES):
+                of_matrix = any(word in last_name(part.value) for word in MATRICES)
+                if part.attr != "rank" or not of_matrix or part in first:
                     return True
             elif isinstance(part, ast.Name) and self._names_a_rank(part.id):
                 return True

@@ -115,6 +115,10 @@ class Names:
                 self._assigned(node.targets, node.value)
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 self._assigned([node.target], node.value)
+            elif isinstance(node, ast.arg) and node.annotation is not None:
+                kind = MAKERS.get(last_name(node.annotation), "")
+                if kind and (kind != "strategy" or self._is_ours(node.annotation)):
+                    self.kinds[node.arg] = kind
 
     @property
     def is_distributed(self) -> bool:

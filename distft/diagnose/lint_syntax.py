@@ -68,7 +68,11 @@ def contrary(test: str) -> str:
 
     Collective: none.
     """
-    node = ast.parse(test, mode="eval").body
+    try:
+        node = ast.parse(test, mode="eval").body
+    except SyntaxError:
+        # The pattern of a case, as in `rank == 1 | 2 as n`, is no expression.
+        return f"not ({test})"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return ast.unparse(node.operand)
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -105,6 +109,34 @@ def leaving_word(body: Sequence[ast.stmt]) -> str:
     called = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
     name = last_name(last.value.func) if called else ""  # type: ignore[union-attr]
     return name if name in ("exit", "_exit") else ""
+
+
+def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that an assignment gives a value to, and its value or its part of it.
+
+    Collective: none.
+    """
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple | ast.List):
+        paired = isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts)
+        for index, part in enumerate(target.elts):
+            yield from assigned(part, value.elts[index] if paired else value)  # type: ignore[attr-defined]
+
+
+def compared_with_0(node: ast.expr) -> list[ast.expr]:
+    """Return what an expression compares with 0, as a rank is and the rank of a matrix is not.
+
+    Collective: none.
+    """
+    return [
+        part.left
+        for part in ast.walk(node)
+        if isinstance(part, ast.Compare)
+        and isinstance(part.ops[0], ast.Eq | ast.NotEq)
+        and isinstance(part.comparators[0], ast.Constant)
+        and part.comparators[0].value == 0
+    ]
 
 
 def only_passes(body: Sequence[ast.stmt]) -> bool:

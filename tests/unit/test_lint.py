@@ -72,7 +72,17 @@ TRUE += [
         "save-by-rank",
     ),
     ("match dist.get_rank():\n    case 0:\n        dist.barrier()", "collective-by-rank"),
+    (
+        "match dist.get_rank():\n    case 1 | 2 as n:\n        dist.barrier()",
+        "collective-by-rank",
+    ),
     ("rank == 0 and dist.barrier()", "collective-by-rank"),
+    ("if cfg.rank == 0:\n    dist.barrier()", "collective-by-rank"),
+    (
+        "r, w = dist.get_rank(), dist.get_world_size()\nif r == 0:\n    dist.barrier()",
+        "collective-by-rank",
+    ),
+    ("def end(s: FSDP2):\n    if rank == 0:\n        s.save('run', m, o)", "save-by-rank"),
     ("rank or dist.barrier()", "collective-by-rank"),
     ("x = dist.barrier() if rank == 0 else None", "collective-by-rank"),
     (
@@ -113,6 +123,8 @@ FALSE = [
     LOOP + "if not torch.isfinite(loss):\n        raise RuntimeError('not finite')",
     # The rank of a matrix.
     "if lora_config.rank > 8:\n    dist.barrier()",
+    "if config.rank > 8:\n    dist.barrier()",
+    "r, w = dist.get_rank(), dist.get_world_size()\nif w > 1:\n    dist.barrier()",
     "rank = 16\nif rank > 8:\n    dist.barrier()",
     "x = dist.barrier() if rank == 0 else dist.barrier()",
     "if step and dist.barrier():\n    pass",
