@@ -80,8 +80,8 @@ def find_weights(
         raise ValueError(
             f"{folder} holds quantized weights"
             + (f", such as {odd} in {files[odd].dtype}" if odd is not None else "")
-            + ". Pass a folder with weights in fp32, bf16 or fp16 and quantization_config=..., which "
-            "quantizes as it reads; or load this one with from_pretrained and give it to apply()."
+            + ". Pass a folder with weights in fp32, bf16 or fp16 and quantization_config=..., "
+            "which quantizes as it reads; or load this one with from_pretrained for apply()."
         )
     config.dtype = dtype
     model: Any = build(model_class, config, dtype)
