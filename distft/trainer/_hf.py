@@ -75,6 +75,7 @@ class StrategyAccelerator(Accelerator):  # type: ignore[misc]
 
     strategy: Strategy
     data_seed: int
+    drops_last: bool
 
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Add gradients of a loss that was made for an average over data ranks."""
@@ -97,7 +98,7 @@ class StrategyAccelerator(Accelerator):  # type: ignore[misc]
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
         prepared = prepare_data_loader(
-            in_whole_rounds(data_loader, self.strategy.dp_size),
+            in_whole_rounds(data_loader, self.strategy.dp_size, self.drops_last),
             self.device,
             num_processes=self.strategy.dp_size,
             process_index=self.strategy.dp_rank,

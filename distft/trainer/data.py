@@ -108,20 +108,65 @@ def _masked(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**short, "labels": [_IGNORED]}
 
 
-def in_whole_rounds(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
+def in_whole_rounds(
+    loader: DataLoader[Any], ranks: int, drop_last: bool = False
+) -> DataLoader[Any]:
     """Return a loader whose epoch is whole rounds of all data ranks, or the loader as it is.
 
-    As it is stay streams and loaders whose batches are made by a sampler of their own.
+    ``drop_last`` is what the arguments say: transformers does not pass it on for streams.
+
+    As it is stay loaders whose batches are made by a sampler of their own.
+
+    Raises:
+        ValueError: A stream would be filled with rows of its beginning.
 
     Collective: none.
     """
     batches = loader.batch_sampler
-    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+    if isinstance(loader.dataset, IterableDataset):
+        return loader if ranks == 1 else _stream_of(loader, ranks, drop_last)
+    if type(batches) is not BatchSampler:
         return loader
     filled = FilledBatches(batches.sampler, batches.batch_size, ranks, batches.drop_last)
+    return _like(loader, MaskedRows(loader.dataset), batch_sampler=filled)
+
+
+def _stream_of(loader: DataLoader[Any], ranks: int, drop_last: bool) -> DataLoader[Any]:
+    if not drop_last:
+        raise ValueError(
+            f"The rows are a stream, whose end nobody knows, and Accelerate fills the last round "
+            f"of {ranks} data ranks with its first rows, which would count twice. Set "
+            "dataloader_drop_last=True, which leaves that round out, or pass a dataset with a "
+            "length."
+        )
+    return _like(loader, OneStream(loader.dataset), batch_size=loader.batch_size, drop_last=True)
+
+
+class OneStream(IterableDataset[Any]):
+    """A stream of rows that is dealt out row by row, whatever files it is made of.
+
+    Accelerate deals out the files of a stream of several, and then ranks may have other numbers of
+    batches: the one with more waits for ever.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rows."""
+        return iter(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the rows know the epoch, which some draw their order from."""
+        if hasattr(self.rows, "set_epoch"):
+            self.rows.set_epoch(epoch)
+
+
+def _like(loader: DataLoader[Any], rows: Any, **batches: Any) -> DataLoader[Any]:
+    """Return a loader of other rows or batches, and otherwise the same."""
     return DataLoader(
-        MaskedRows(loader.dataset),
-        batch_sampler=filled,
+        rows,
+        **batches,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,

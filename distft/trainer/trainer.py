@@ -160,6 +160,7 @@ class Trainer(TrainerCheckpoints):
         self.accelerator.__class__ = StrategyAccelerator
         self.accelerator.strategy = self.strategy
         self.accelerator.data_seed = _data_seed(self.args)
+        self.accelerator.drops_last = self.args.dataloader_drop_last
         # It was bound before the class changed.
         bound: Any = self.gather_function  # type: ignore[has-type]
         gather = self.accelerator.gather_for_metrics

@@ -67,6 +67,25 @@ def test_nine_rows_in_batches_of_five_count_once_each(pools, tmp_path):  # case 
         assert found == pytest.approx(whole, rel=1e-6)
 
 
+def test_a_stream_whose_last_round_is_left_out_counts_each_row_once(pools, tmp_path):  # case 52
+    changes = {"max_steps": 4, "dataloader_drop_last": True, "max_grad_norm": 1e9}
+    # Three files, which two ranks could share unevenly; nine rows, one of which fills no round.
+    data = {"number": 9, "stream": 3}
+    alone = pools(1).run(train_plainly, tmp_path, "L", batches(2, 1, **changes), None, data)[0]
+    for history in pools(2).run(train, tmp_path, DDP(), "L", batches(1, 1, **changes), None, data):
+        found = logged(history, "loss", "grad_norm")
+        assert len(found) == 4
+        assert found == [
+            pytest.approx(entry, rel=1e-6) for entry in logged(alone, "loss", "grad_norm")
+        ]
+
+
+def test_a_stream_that_would_fill_its_last_round_with_its_first_rows_is_refused(pools, tmp_path):
+    data = {"number": 9, "stream": 1}
+    with pytest.raises(RanksFailed, match=r"stream.*2 data ranks.*dataloader_drop_last=True"):
+        pools(2).run(train, tmp_path, DDP(), "L", batches(1, 1, max_steps=4), None, data)
+
+
 @pytest.mark.parametrize("ranks", [3, 1])
 def test_ranks_that_were_not_there_get_streams_of_their_own(pools, tmp_path, ranks):  # case 76
     three = {"max_steps": 3, "save_steps": 3}

@@ -8,8 +8,11 @@ from typing import Any
 ROWS = 22
 
 
-def rows(number: int = ROWS, seed: int = 0) -> Any:
-    """Return tokenized rows of unequal length, some without many loss tokens."""
+def rows(number: int = ROWS, seed: int = 0, stream: int = 0) -> Any:
+    """Return tokenized rows of unequal length, some without many loss tokens.
+
+    As a stream of so many files, where there is a number of them.
+    """
     import torch
     from datasets import Dataset
 
@@ -17,7 +20,8 @@ def rows(number: int = ROWS, seed: int = 0) -> Any:
     lengths = torch.randint(5, 15, (number,), generator=generator).tolist()
     ids = [torch.randint(3, 120, (n,), generator=generator).tolist() for n in lengths]
     masks = [[0] * (i % 4) + [1] * (n - i % 4) for i, n in enumerate(lengths)]
-    return Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
+    made = Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
+    return made.to_iterable_dataset(num_shards=stream) if stream else made
 
 
 def tokenizer() -> Any:
