@@ -197,7 +197,7 @@ def measured() -> str:
                 head = cells
             elif set(line) - set("|- ") and head[-1].startswith("at most"):
                 at = next(head.index(name) for name in _RATIOS if name in head)
-                bound = head[-1].removeprefix("at most").strip() or cells[-1]
+                bound = head[-1].removeprefix("at most").strip(" %") or cells[-1]
                 other = cells[1] if head[1] == "compared with" else _BESIDE.get(head[at], "")
                 what = f"{cells[0]} {head[0]}" if cells[0][0].isdigit() else cells[0]
                 key = what + (f" beside {other}" if other else ""), path.name
