@@ -127,7 +127,8 @@ def _own_parts(tensors: Mapping[str, Any], rank: int, world: int) -> Iterator[Pa
     import torch
 
     loads: dict[Any, list[int]] = {}
-    # Tensors of one shape are split alike: training waits, so each split is worked out once.
+    # Tensors of one shape are split alike: training waits, so each split is worked out once. A part
+    # of another shape than the others' is looked at again, and refused.
     known: dict[Any, list[Block]] = {}
     for name, tensor in tensors.items():
         mine, holders, group = _holders(tensor, rank, world)
@@ -140,7 +141,7 @@ def _own_parts(tensors: Mapping[str, Any], rank: int, world: int) -> Iterator[Pa
         if not hasattr(tensor, "device_mesh"):
             yield Part(name, (0,) * tensor.ndim, tensor.detach().as_subclass(torch.Tensor))
             continue
-        split = tuple(tensor.shape), tensor.placements, tensor.device_mesh
+        split = tensor.shape, local.shape, tensor.placements, tensor.device_mesh
         blocks = known[split] = known.get(split) or held_blocks(tensor)
         for block in blocks:
             if 0 not in block.size or not prod(tensor.shape):

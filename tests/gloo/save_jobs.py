@@ -148,3 +148,22 @@ def train_and_leave(root: str) -> None:
     dist.destroy_process_group()
     threading.Thread(target=lambda: (time.sleep(1), _GATE.set())).start()
     assert distft.latest(root) is None
+
+
+def parts_of_two_tensors(odd: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what this rank writes of two tensors that say they are split alike."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from distft.checkpoint.dcp_write import _own_parts
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    tensors = {
+        name: DTensor.from_local(
+            torch.zeros(rows, 3), mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1)
+        )
+        for name, rows in (("one", 2), ("other", 3 if odd else 2))
+    }
+    return [(part.name, part.start) for part in _own_parts(tensors, rank, world)]

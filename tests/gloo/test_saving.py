@@ -11,10 +11,12 @@ import pytest
 
 import distft
 from distft import DDP, EP, FSDP2, HSDP, TP, NDParallel, ZeRO1, ZeRO2, ZeRO3
+from distft.testing import RanksFailed
 from tests.gloo.checkpoint_jobs import Recipe
 from tests.gloo.save_jobs import (
     fail_beside_training,
     files_of,
+    parts_of_two_tensors,
     save_beside_training,
     save_many_times,
 )
@@ -101,3 +103,15 @@ def test_a_number_to_keep_below_one_is_refused(keep):
 
     with pytest.raises(ValueError, match=r"needs the number of checkpoints that stay, at least 1"):
         _check_keep(keep)
+
+
+def test_tensors_that_are_split_alike_are_cut_alike(pools):
+    assert pools(2).run(parts_of_two_tensors, False) == [
+        [("one", (0, 0)), ("other", (0, 0))],
+        [("one", (2, 0)), ("other", (2, 0))],
+    ]
+
+
+def test_a_part_of_another_shape_than_its_like_is_refused(pools):
+    with pytest.raises(RanksFailed, match=r"shape \(4, 3\) has 3 indices in dimension 0.*give 2"):
+        pools(2).run(parts_of_two_tensors, True)
