@@ -38,7 +38,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == [_RANK]:
         _become(arguments[1:])
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(
+        prog="distft launch",
+        description="Run a script on the ranks of one machine.",
+        # The script's own options may begin as ours do.
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_options(parser)
+    return run(parser.parse_args(arguments))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the launcher's options to a parser, the script and its arguments last.
+
+    Collective: none.
+    """
+    parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
+    parser.add_argument("script", help="Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script of options that were parsed, and return the exit code of `main`.
+
+    Collective: none.
+    """
+    if options.nproc < 1:
+        options.refuse(f"--nproc {options.nproc} starts no rank; take at least 1.")
+    if not Path(options.script).is_file():
+        options.refuse(f"there is no file {options.script}")
     # Threads of all ranks together are no more than there are cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // options.nproc)))
@@ -48,25 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The last line: what the ranks print themselves comes before it.
         print(json.dumps({"exit_code": code, "num_ranks": options.nproc, "script": options.script}))
     return code
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="distft launch",
-        description="Run a script on the ranks of one machine.",
-        # The script's own options may begin as ours do.
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument("script", help="Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
-    options = parser.parse_args(arguments)
-    if options.nproc < 1:
-        parser.error(f"--nproc {options.nproc} starts no rank; take at least 1.")
-    if not Path(options.script).is_file():
-        parser.error(f"there is no file {options.script}")
-    return options
 
 
 def _run(num_ranks: int, command: Sequence[str], folder: Path) -> int:

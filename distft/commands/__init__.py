@@ -49,13 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         # What is left in the buffer may meet a pipe that is closed.
         sys.stdout.flush()
-    except (ValueError, RuntimeError) as error:
-        return failed(json, error)
     except BrokenPipeError:
         # Whoever read has seen enough, as `head` has; Python must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except OSError as error:
+    except (ValueError, RuntimeError, OSError) as error:
         return failed(json, error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -20,7 +20,6 @@ def add_consolidate(commands: Any) -> None:
     )
     command.add_argument("path", help="a checkpoint, or a run's root for its latest one")
     command.add_argument("out", help="folder to write the model to")
-    command.add_argument("--dtype", help="dtype of the weights; default as trained")
     command.add_argument("--max-shard-size", default="5GB", help="largest file; default 5GB")
     command.add_argument(
         "--adapter",
@@ -31,8 +30,7 @@ def add_consolidate(commands: Any) -> None:
     command.add_argument(
         "--exclude-frozen", action="store_true", help="leave out what was not trained"
     )
-    command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
-    command.add_argument("--config", help="config.json of the model, or a folder with one")
+    _add_weights(command)
     _add_ram_and_check(command)
     command.set_defaults(run=_consolidate)
 
@@ -55,9 +53,7 @@ def add_convert(commands: Any) -> None:
         help="safetensors, adapter, dcp, deepspeed (universal) or zero3; default safetensors",
     )
     command.add_argument("--world-size", type=int, default=1, help="ranks, of dcp and zero3")
-    command.add_argument("--dtype", help="dtype of the weights; default as trained")
-    command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
-    command.add_argument("--config", help="config.json of the model, or a folder with one")
+    _add_weights(command)
     _add_ram_and_check(command)
     command.set_defaults(run=_convert)
 
@@ -130,6 +126,12 @@ def add_inspect(commands: Any) -> None:
     )
     command.add_argument("path", help="a checkpoint, a run's root, or one file of weights")
     command.set_defaults(run=_inspect)
+
+
+def _add_weights(command: Any) -> None:
+    command.add_argument("--dtype", help="dtype of the weights; default as trained")
+    command.add_argument("--base", help="base of the adapter, where the checkpoint holds none")
+    command.add_argument("--config", help="config.json of the model, or a folder with one")
 
 
 def _add_ram_and_check(command: Any) -> None:
