@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from distft.formulas.eager import Readers
+from distft.formulas.shape import Shape
 from distft.formulas.split_rules import stores_outputs_first
 from distft.spec import ModelSpec, TensorSpec, Workload
 
@@ -80,6 +81,22 @@ def adapter_params(spec: ModelSpec, load: Workload) -> int:
     return found or with_adapters(spec, load).trainable_params
 
 
+def shape_of(spec: ModelSpec) -> Shape:
+    """Return the widths that activations depend on.
+
+    Raises:
+        ValueError: They are not known.
+
+    Collective: none.
+    """
+    if spec.shape is None:
+        raise ValueError(
+            f"The widths of this model with {len(spec.tensors)} tensors are not known, and "
+            "activations depend on them. Use ModelSpec.from_config, or a model with its config."
+        )
+    return spec.shape
+
+
 def readers_of(spec: ModelSpec, load: Workload) -> Readers:
     """Return which linear layers of a block keep what they read under a workload.
 
@@ -88,13 +105,9 @@ def readers_of(spec: ModelSpec, load: Workload) -> Readers:
 
     Collective: none.
     """
-    if spec.shape is None:
-        raise ValueError(
-            f"The widths of this model with {len(spec.tensors)} tensors are not known. Use "
-            "ModelSpec.from_config, or a model with its config."
-        )
+    shape = shape_of(spec)
     if load.tuning == "full":
-        return Readers.of_all(spec.shape)
+        return Readers.of_all(shape)
     layers: dict[str, int] = {}
     between = 0
     for tensor in spec.tensors:
@@ -112,7 +125,7 @@ def readers_of(spec: ModelSpec, load: Workload) -> Readers:
         sum("shared_expert" not in name for name in inside),
         bool(downs),
         load.expert_lora_rank is not None,
-        between / spec.shape.layers,
+        between / shape.layers,
         True,
     )
 

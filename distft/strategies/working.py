@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distft.adapted import readers_of, with_adapters
+from distft.adapted import readers_of, shape_of, with_adapters
 from distft.formulas.packed import scale_bytes
 from distft.formulas.peak import Layout, Run, working_lines
 from distft.formulas.reports import ALWAYS, MemoryLine, MemoryReport
@@ -68,8 +68,10 @@ def _whole_gradient(strategy: StrategyValue, spec: ModelSpec, load: Workload, me
 
     The last block to run backward fetches no other ahead, which leaves room.
     """
+    if strategy.layout == "deepspeed" or mesh.dp_shard == 1:
+        return 0
     blocks = [unit for unit in with_adapters(spec, load).units if unit.name]
-    if strategy.layout == "deepspeed" or mesh.dp_shard == 1 or not blocks:
+    if not blocks:
         return 0
     size, reduced = {"fp32": (4, 4), "bf16-mixed": (2, 4), "bf16": (2, 2)}[strategy.precision]
     largest = max(sum(t.numel for t in unit.tensors if t.trainable) for unit in blocks) // mesh.tp
@@ -84,16 +86,12 @@ def run_of(strategy: StrategyValue, spec: ModelSpec, load: Workload, mesh: Mesh)
 
     Collective: none.
     """
-    if spec.shape is None:
-        raise ValueError(
-            f"The widths of this model with {len(spec.tensors)} tensors are not known, and "
-            "activations depend on them. Use ModelSpec.from_config, or a model with its config."
-        )
+    shape = shape_of(spec)
     adapters = None
     if load.tuning != "full":
         adapters = "all" if load.lora_targets == "all-linear" else "attention"
     return Run(
-        spec.shape,
+        shape,
         Layout(mesh.dp_replicate, mesh.dp_shard, mesh.tp, ep=mesh.ep),
         rows=load.micro_batch,
         seq_len=load.seq_len,
