@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--no-optimizer", action="store_true", help="leave resharding out")
     parser.add_argument("--only", nargs="*", help="names of tools")
     parser.add_argument("--folder", help="where to write; default the temporary folder")
-    parser.add_argument("--out", help="file for the result")
+    parser.add_argument("--out", type=Path, help="file for the result")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         made = make(Path(folder), int(options.gigabytes * 1e9), not options.no_optimizer)
@@ -372,10 +372,7 @@ def main() -> int:
             timed = [tool for tool in timed if tool.name in options.only]
         measure(made, timed, options.rounds)
         lines, broken = report(made, timed, options.rounds)
-    text = "\n".join([*lines, "", *(f"Broken: {line}" for line in broken)]).rstrip() + "\n"
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text)
+    machine.publish(lines, options.out, broken)
     return 1 if broken else 0
 
 

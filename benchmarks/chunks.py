@@ -95,10 +95,7 @@ def main() -> int:
         bound = BOUNDS.get(num_chunks)
         broken |= bound is not None and peak > bound
         lines.append(f"| {num_chunks:,} | {seconds:.1f} | {peak:.0f} | {bound or 'reported'} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    machine.publish(lines, options.out)
     return int(broken)
 
 

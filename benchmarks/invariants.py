@@ -102,10 +102,7 @@ def main() -> int:
         HEAD,
         *rows,
     ]
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if arguments.out:
-        arguments.out.write_text(report)
+    machine.publish(lines, arguments.out)
     return int(max(shares) > BOUND or min(steps) < SHORTEST_STEP)
 
 

@@ -136,11 +136,7 @@ def main() -> int:
             worst = max([worst, *(rank.ratio for rank in ranks)])
             rows += [_row(name, index, rank) for index, rank in enumerate(ranks)]
     title = f"# Host memory of load_model: {num_bytes / 1e6:.0f} MB in fp32 on {RANKS} ranks"
-    report = "\n".join([title, "", *machine.describe(), "", HEAD, *rows, ""])
-    print(report)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(report)
+    machine.publish([title, "", *machine.describe(), "", HEAD, *rows], arguments.out)
     return int(worst > BOUND)
 
 

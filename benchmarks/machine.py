@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def describe(packages: tuple[str, ...] = PACKAGES) -> list[str]:
         f"- Versions: {versions}",
         f"- Command: `{command}`, one thread per rank",
     ]
+
+
+def publish(lines: Iterable[str], out: Path | None, broken: Sequence[str] = ()) -> None:
+    """Print a result and the bounds that it breaks, and write both to a file if there is one."""
+    said = [*lines, *([""] if broken else []), *(f"Broken: {line}" for line in broken)]
+    text = "\n".join(said).rstrip() + "\n"
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
 
 
 def _processor() -> str:

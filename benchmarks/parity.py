@@ -50,10 +50,7 @@ def main() -> int:
             f"{status.count('not applicable')} | {loads} | {seconds:.1f} | "
             f"{'yes' if met else 'no'} |"
         )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    machine.publish(lines, options.out)
     return 0 if good else 1
 
 

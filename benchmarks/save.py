@@ -178,10 +178,7 @@ def main() -> int:
     ):
         ranks = pool.run(measure, size, options.rounds, folder)
     lines, broken = report(ranks[0][0], slowest_of([seconds for _, seconds in ranks]))
-    text = "\n".join([*lines, "", *(f"Broken: {line}" for line in broken)]).rstrip() + "\n"
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    machine.publish(lines, options.out, broken)
     return 1 if broken else 0
 
 

@@ -57,11 +57,7 @@ def main() -> int:
         steps.append(median(hand))
         rows.append(_row(name, median(ours), median(hand), ratio, arguments.pairs, difference))
         print(rows[-1], file=sys.stderr, flush=True)
-    report = _report(rows, workload)
-    print(report)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(report)
+    machine.publish(_report(rows, workload), arguments.out)
     if min(steps) < SHORTEST_STEP:
         print(f"A step takes {min(steps):.3f} s, less than {SHORTEST_STEP} s.", file=sys.stderr)
         return 1
@@ -91,9 +87,9 @@ def _row(name: str, ours: float, hand: float, ratio: Median, pairs: int, differe
     )
 
 
-def _report(rows: list[str], workload: paired.Workload) -> str:
+def _report(rows: list[str], workload: paired.Workload) -> list[str]:
     num_params = sum(p.numel() for p in workload.model().parameters())
-    lines = [
+    return [
         "# A step through distft against the same step written by hand",
         "",
         *machine.describe(),
@@ -108,7 +104,6 @@ def _report(rows: list[str], workload: paired.Workload) -> str:
         HEAD,
         *rows,
     ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

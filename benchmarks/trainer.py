@@ -57,11 +57,7 @@ def main() -> int:
         f"| {ratio.low:.4f} to {ratio.high:.4f} | {arguments.pairs} | {difference:.0e} "
         f"| {'yes' if ratio.high <= BOUND else 'no'} |",
     ]
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(report)
+    machine.publish(lines, arguments.out)
     if median(theirs) < SHORTEST_STEP:
         print(f"A step takes {median(theirs):.3f} s, less than {SHORTEST_STEP} s.", file=sys.stderr)
         return 1
